@@ -1,0 +1,108 @@
+"""What both backwards share: the reverse scan over chunks, and the gradients of the operands.
+
+With dS⁺ the gradient of the state after a chunk:
+
+    dU = Aᵀ do + K̃ dS⁺             dS = e^Γ ⊙ dS⁺ + Q̃ᵀ do − (the part through the WY matrix)
+    dA = scale · tril(do Uᵀ)        dQ̃ = do Sᵀ           dK̃ = U dS⁺ᵀ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rewy.algebra.chunked import Chunks
+from rewy.algebra.pairs import Pairs
+from rewy.problem import Gradients, Operands
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """What the reverse scan leaves: do in chunks, dS⁺ per chunk, the gradient of the initial states."""
+
+    do: Tensor
+    dS: Tensor
+    initial: Tensor
+
+
+def reverse_pass(
+    c: Chunks, A: Tensor, do: Tensor, dht: Tensor | None, through_wy: Callable[[slice, Tensor], Tensor]
+) -> Reverse:
+    """The scan over chunks, last to first; `through_wy(step, dU)` is what reaches dS through the WY matrix."""
+    mm, K, carry = c.arithmetic.mm, c.K, c.whole.mT
+    do = c.layout.stack(do, c.arithmetic.work)
+    p = c.problem
+    if dht is None:
+        state = do.new_zeros(p.N, p.HV, p.K, p.V)
+    else:
+        state = c.layout.sort(dht.to(c.arithmetic.work)).clone()
+    dU, dS = mm(A.mT, do), mm(c.Q.mT, do)
+    after = torch.empty_like(dS)
+    for i in reversed(c.layout.steps):
+        active = i.stop - i.start
+        after[i] = state[:active]
+        through = through_wy(i, dU[i] + mm(K[i], after[i]))
+        state[:active] = carry[i] * after[i] + dS[i] - through
+    return Reverse(do, after, c.layout.unsort(state))
+
+
+def gradients(
+    c: Chunks, x: Operands, stage: Pairs, S: Tensor, U: Tensor, back: Reverse, dL: Tensor, dX: Tensor, dR: Tensor
+) -> Gradients:
+    """All gradients of the operands from the adjoints of L, X and w ⊙ v (dR).
+
+    The diagonal pairs of A carry no decay: their parts of dq and dk join after the gate gradient is formed, for
+    there they would cancel only up to rounding.
+    """
+    p, mm = c.problem, c.arithmetic.mm
+    dA = p.scale * mm(back.do, U.mT)
+    diagonal = dA.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, right, dG = stage.adjoint(dA.tril(-1), c.q, c.k)
+    E, right_L, dG_L = stage.adjoint(dL, c.b * c.k, c.k)
+    right, dG = right + right_L, dG + dG_L
+
+    dQ = p.scale * mm(back.do, S.mT) * c.decayed
+    dX = dX * c.decayed
+    dK = mm(U, back.dS.mT) * c.remaining
+    dq, E = dq + dQ, E + dX
+    dk = c.b * E + right + dK
+
+    dg = None
+    if x.g is not None:
+        dG = dG + _fold(c.G, c.q * dQ + c.b * c.k * dX - c.k * dK)
+        last = (c.k * dK).sum(-2, keepdim=True) + c.whole * (S * back.dS).sum(-1)[..., None, :]
+        dG[..., -1:, :] += _fold(c.G, last)
+        dg = _reverse_cumsum(dG)
+
+    dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
+    db, dw = _fold(c.b, c.k * E), _fold(c.w, c.v * dR)
+    if x.write is None:
+        db, dw = db + dw, None
+
+    def give(grad: Tensor, like: Tensor) -> Tensor:
+        """[M,HV,C,D] as the gradient of `like`; heads that shared it are summed."""
+        if grad.shape[1] != like.shape[2]:
+            grad = grad.unflatten(1, (like.shape[2], -1)).sum(2)
+        return c.layout.unstack(grad if like.dim() == 4 else grad[..., 0]).to(like.dtype)
+
+    return Gradients(
+        q=give(dq, x.q),
+        k=give(dk, x.k),
+        v=give(c.w * dR, x.v),
+        g=None if x.g is None or dg is None else give(dg, x.g),
+        erase=give(db, x.erase),
+        write=None if x.write is None or dw is None else give(dw, x.write),
+        initial_state=None if x.initial_state is None else back.initial.to(x.initial_state.dtype),
+    )
+
+
+def _fold(gate: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a gate from that of its broadcast: summed over channels if the gate had none."""
+    return grad.sum(-1, keepdim=True) if gate.shape[-1] == 1 else grad
+
+
+def _reverse_cumsum(x: Tensor) -> Tensor:
+    return x.flip(-2).cumsum(-2).flip(-2)

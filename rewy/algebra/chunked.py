@@ -1,0 +1,149 @@
+"""The forward over chunks: C tokens at a time, exact.
+
+With G the inclusive cumulative sum of g in the chunk, Γ its last row and S the state before the chunk:
+
+    L_ij = Σ_d (b k)_id k_jd e^{G_id − G_jd}   (i > j)      T = (I + L)⁻¹
+    A_ij = scale Σ_d q_id k_jd e^{G_id − G_jd} (i ≥ j)
+    X = b ⊙ k ⊙ e^G         K̃ = k ⊙ e^{Γ − G}         Q̃ = scale · q ⊙ e^G
+    R = w ⊙ v − X S         U = T R
+    o = Q̃ S + A U           S⁺ = e^Γ ⊙ S + K̃ᵀ U
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rewy.algebra.arithmetic import Arithmetic
+from rewy.algebra.layout import Layout
+from rewy.algebra.pairs import Pairs, pairs, unit_lower_inverse
+from rewy.problem import Operands, Problem
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The operands of all M chunks, stacked [M,HV,C,D] in the work dtype, and what follows from them alone."""
+
+    problem: Problem
+    layout: Layout
+    arithmetic: Arithmetic
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    """Erase gate [..,C,1] or [..,C,K]."""
+    w: Tensor
+    """Write gate [..,C,1] or [..,C,V]."""
+    G: Tensor
+    """Inclusive cumulative decay [..,C,1] or [..,C,K]."""
+
+    @classmethod
+    def of(cls, problem: Problem, x: Operands, arithmetic: Arithmetic) -> Chunks:
+        layout = Layout.of(problem, x)
+
+        def stack(t: Tensor, dtype: torch.dtype = arithmetic.work) -> Tensor:
+            chunks = layout.stack(t, dtype)
+            return chunks[..., None] if t.dim() == 3 else chunks
+
+        q, k = (stack(t).repeat_interleave(problem.group, dim=1) for t in (x.q, x.k))
+        b = stack(x.erase)
+        G = b.new_zeros(*b.shape[:-1], 1) if x.g is None else stack(x.g, arithmetic.log).cumsum(-2)
+        return cls(
+            problem, layout, arithmetic,
+            q=q, k=k, v=stack(x.v), b=b, w=b if x.write is None else stack(x.write), G=G,
+        )  # fmt: skip
+
+    @cached_property
+    def decayed(self) -> Tensor:
+        """e^G: the decay from the chunk's start up to each token."""
+        return self.arithmetic.exp(self.G)
+
+    @cached_property
+    def remaining(self) -> Tensor:
+        """e^{Γ − G}: the decay after each token up to the chunk's end."""
+        return self.arithmetic.exp(self.G[..., -1:, :] - self.G)
+
+    @property
+    def whole(self) -> Tensor:
+        """e^Γ: the decay of the whole chunk, [..,1,1] or [..,1,K]."""
+        return self.decayed[..., -1:, :]
+
+    @property
+    def X(self) -> Tensor:
+        return self.b * self.k * self.decayed
+
+    @property
+    def K(self) -> Tensor:
+        """K̃"""
+        return self.k * self.remaining
+
+    @property
+    def Q(self) -> Tensor:
+        """Q̃"""
+        return self.problem.scale * self.q * self.decayed
+
+    @property
+    def written(self) -> Tensor:
+        return self.w * self.v
+
+    def pairs(self) -> Pairs:
+        return pairs(self.problem.operator.decay, self.arithmetic, self.G)
+
+    def initial(self, x: Operands) -> Tensor:
+        """The initial states, in the order of the stack."""
+        p = self.problem
+        if x.initial_state is None:
+            return self.k.new_zeros(p.N, p.HV, p.K, p.V)
+        return self.layout.sort(x.initial_state.to(self.arithmetic.work))
+
+
+def wy_inverse(c: Chunks, stage: Pairs) -> Tensor:
+    """T [M,HV,C,C]."""
+    return unit_lower_inverse(stage.scores(c.b * c.k, c.k))
+
+
+def attention(c: Chunks, stage: Pairs) -> Tensor:
+    """A [M,HV,C,C], the diagonal included."""
+    diagonal = (c.q * c.k).sum(-1)
+    return c.problem.scale * (stage.scores(c.q, c.k) + torch.diag_embed(diagonal))
+
+
+def state_pass(
+    c: Chunks, initial: Tensor, solve: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scan over chunks: states before each chunk S [M,HV,K,V], U = solve(step, S) [M,HV,C,V], final states."""
+    mm, K, carry = c.arithmetic.mm, c.K, c.whole.mT
+    states, solved, state, finals = [], [], initial, []
+    for i in c.layout.steps:
+        active = i.stop - i.start
+        finals.append(state[active:])  # these sequences have ended
+        state = state[:active]
+        U = solve(i, state)
+        states.append(state)
+        solved.append(U)
+        state = carry[i] * state + mm(K[i].mT, U)
+    finals.append(state)
+    final = c.layout.unsort(torch.cat(finals[::-1]))
+    if not states:
+        return state.new_zeros(0, *state.shape[1:]), c.v.new_zeros(c.v.shape), final
+    return torch.cat(states), torch.cat(solved), final
+
+
+def solve_rewy(c: Chunks, T: Tensor) -> Callable[[slice, Tensor], Tensor]:
+    """U = T (w ⊙ v − X S): two products, R rounded once."""
+    mm, X, written = c.arithmetic.mm, c.X, c.written
+    return lambda i, S: mm(T[i], written[i] - mm(X[i], S))
+
+
+def forward(problem: Problem, x: Operands, arithmetic: Arithmetic) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(o, final states, [T, S, U]); differentiable by autograd."""
+    c = Chunks.of(problem, x, arithmetic)
+    stage = c.pairs()
+    T = wy_inverse(c, stage)
+    S, U, final = state_pass(c, c.initial(x), solve_rewy(c, T))
+    o = arithmetic.mm(c.Q, S) + arithmetic.mm(attention(c, stage), U)
+    return c.layout.unstack(o).to(problem.dtype), final, [T, S, U]

@@ -1,0 +1,169 @@
+"""Pair products under decay: the only stage that needs to know which kind of gate decays.
+
+For rows a and columns k of one chunk (both [..,C,K]) a pair stage offers
+
+    scores(a, k)_ij     = Σ_d a_id k_jd e^{G_id − G_jd}     for i > j, else 0
+    adjoint(M, a, k)    = da, dk, dG: the gradients of a, k and G when M is the gradient of the scores
+        da_i = Σ_{j<i} M_ij k_j ⊙ e^{G_i − G_j}
+        dk_j = Σ_{i>j} M_ij a_i ⊙ e^{G_i − G_j}
+        dG   = a ⊙ da − k ⊙ dk, summed over channels for a scalar decay
+
+dG needs no product of its own. Each pair enters it twice with opposite signs, and dg sums it over tokens: the two
+must cancel to the last bit. So dG is formed from the very operands that were multiplied, after their rounding.
+Diagonal pairs carry no decay; they are elementwise and stay with the caller.
+
+Every exponent that is formed is either ≤ 0 or within `Arithmetic.span`, so the result is right for any finite
+g ≤ 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rewy.algebra.arithmetic import Arithmetic
+from rewy.problem import Gate
+
+
+class Pairs(Protocol):
+    def scores(self, a: Tensor, k: Tensor) -> Tensor: ...
+
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
+    """The pair stage for in-chunk cumulative decays G [..,C,1] or [..,C,K]."""
+    return CentredPairs(arithmetic, G) if decay is Gate.CHANNEL else WeightedPairs(arithmetic, G)
+
+
+class WeightedPairs:
+    """Scalar decay (or none): one weight e^{G_i − G_j} per pair, applied to the finished product."""
+
+    def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
+        self.mm, self.rounded = arithmetic.mm, arithmetic.rounded
+        C = G.shape[-2]
+        above = torch.ones(C, C, dtype=torch.bool, device=G.device).triu()
+        self.weight = arithmetic.exp((G - G.mT).masked_fill(above, -torch.inf))
+
+    def scores(self, a: Tensor, k: Tensor) -> Tensor:
+        return self.weight * self.mm(a, k.mT)
+
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        M = self.weight * M
+        da, dk = self.mm(M, k), self.mm(M.mT, a)
+        return da, dk, (self.rounded(a) * da - self.rounded(k) * dk).sum(-1, keepdim=True)
+
+
+class CentredPairs:
+    """Decay per channel, contracted as matrix products of operands centred on a reference row.
+
+    e^{G_i − G_j} = e^{G_i − c} e^{c − G_j} for any c. Blocks as large as the range of G allows take the middle of
+    their range as c: one product each. Between two such blocks c is the last decay of the earlier one, so that
+    both exponents are ≤ 0; those off-diagonal squares tile the rest of the triangle by halves.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
+        self.mm, self.rounded, self.exp = arithmetic.mm, arithmetic.rounded, arithmetic.exp
+        self.G = G
+        self.size = centred_block(G.detach(), arithmetic.span)
+
+    def scores(self, a: Tensor, k: Tensor) -> Tensor:
+        out = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], self.G.shape[:-2]), a.shape[-2], a.shape[-2])
+        if self.size > 1:
+            rows, cols = self._diagonal()
+            product = self.mm(blocks(a, self.size) * rows, (blocks(k, self.size) * cols).mT)
+            diagonal_blocks(out, self.size).copy_(product.tril(-1))
+        for m, rows, cols in self._squares():
+            product = self.mm(later(a, m) * rows, (earlier(k, m) * cols).mT)
+            square(out, m).copy_(product)
+        return out
+
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        da, dk, dG = torch.zeros_like(a), torch.zeros_like(k), torch.zeros_like(a)
+        if self.size > 1:
+            self._diagonal_adjoint(M, a, k, da, dk, dG)
+        for m, rows, cols in self._squares():
+            block = square(M, m)
+            late, early = self.rounded(later(a, m) * rows), self.rounded(earlier(k, m) * cols)
+            d_late, d_early = self.mm(block, early), self.mm(block.mT, late)
+            later(da, m).add_(rows * d_late)
+            earlier(dk, m).add_(cols * d_early)
+            later(dG, m).add_(late * d_late)
+            earlier(dG, m).sub_(early * d_early)
+        return da, dk, dG
+
+    def _diagonal_adjoint(
+        self, M: Tensor, a: Tensor, k: Tensor, da: Tensor, dk: Tensor, dG: Tensor
+    ) -> None:
+        rows, cols = self._diagonal()
+        block = diagonal_blocks(M, self.size).tril(-1)
+        late, early = self.rounded(blocks(a, self.size) * rows), self.rounded(blocks(k, self.size) * cols)
+        d_late, d_early = self.mm(block, early), self.mm(block.mT, late)
+        blocks(da, self.size).add_(rows * d_late)
+        blocks(dk, self.size).add_(cols * d_early)
+        blocks(dG, self.size).add_(late * d_late - early * d_early)
+
+    def _diagonal(self) -> tuple[Tensor, Tensor]:
+        G = blocks(self.G, self.size)
+        centre = ((G.amax(-2, keepdim=True) + G.amin(-2, keepdim=True)) / 2).detach()
+        return self.exp(G - centre), self.exp(centre - G)
+
+    def _squares(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        m = self.size
+        while m < self.G.shape[-2]:
+            early, late = earlier(self.G, m), later(self.G, m)
+            boundary = early[..., -1:, :].detach()
+            yield m, self.exp(late - boundary), self.exp(boundary - early)
+            m *= 2
+
+
+def centred_block(G: Tensor, span: float) -> int:
+    """The largest block, halving from C, over which no channel's G leaves ± `span` around its middle."""
+    size = G.shape[-2]
+    while size > 1 and G.numel():
+        parts = blocks(G, size)
+        if float((parts.amax(-2) - parts.amin(-2)).max()) <= 2 * span:
+            break
+        size //= 2
+    return size
+
+
+def unit_lower_inverse(L: Tensor) -> Tensor:
+    """(I + L)⁻¹ for strictly lower triangular L [..,C,C], by halves, in L's own precision.
+
+    The inverse of a block of 2m has −T₂ L₂₁ T₁ in its lower left, T₁ and T₂ being the inverses of its halves.
+    """
+    T = torch.ones_like(L[..., :, :1, None])
+    while (m := T.shape[-1]) < L.shape[-1]:
+        T1, T2 = T.unflatten(-3, (-1, 2)).unbind(-3)
+        T21 = -(T2 @ square(L, m) @ T1)
+        T = torch.cat([torch.cat([T1, torch.zeros_like(T1)], -1), torch.cat([T21, T2], -1)], -2)
+    return T.squeeze(-3)
+
+
+# Views of [..,C,D] in blocks of rows, and of [..,C,C] in blocks around the diagonal; all writable.
+
+
+def blocks(x: Tensor, m: int) -> Tensor:
+    return x.unflatten(-2, (-1, m))
+
+
+def earlier(x: Tensor, m: int) -> Tensor:
+    return x.unflatten(-2, (-1, 2, m))[..., 0, :, :]
+
+
+def later(x: Tensor, m: int) -> Tensor:
+    return x.unflatten(-2, (-1, 2, m))[..., 1, :, :]
+
+
+def diagonal_blocks(x: Tensor, m: int) -> Tensor:
+    """[..,C/m,m,m]: the blocks on the diagonal."""
+    return x.unflatten(-1, (-1, m)).unflatten(-3, (-1, m)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def square(x: Tensor, m: int) -> Tensor:
+    """[..,C/2m,m,m]: the lower-left quarter of each diagonal block of 2m."""
+    return diagonal_blocks(x, 2 * m)[..., m:, :m]

@@ -1,0 +1,42 @@
+"""What a backend is: one object with these members. Backends never import each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from rewy.problem import Gradients, Operands, Problem
+
+
+class Backend(Protocol):
+    """Computes validated problems on some kinds of device.
+
+    Operands arrive checked (`rewy.problem.describe`), with the state as [N,HV,K,V] and all in-kernel
+    options (l2norm, gate activation, sigmoid) applied.
+    """
+
+    name: str
+
+    def unusable(self) -> str | None:
+        """Why this backend cannot run in this process, or None when it can."""
+
+    def supports(self, problem: Problem) -> tuple[bool, str]:
+        """Whether this problem can be computed here, and the reason when it cannot."""
+
+    def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(o [B,T,HV,V] in q's dtype, final state [N,HV,K,V] in the work dtype, tensors kept for backward).
+
+        Nothing is kept unless `training`; `problem.recompute` asks to keep little.
+        """
+
+    def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
+        """Empty tensors of the shapes and dtypes that `forward` keeps in training (for tracing)."""
+
+    def backward(
+        self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
+    ) -> Gradients:
+        """Gradients of all operands, each in its input's dtype; `dht` is None when the final state is unused."""
+
+    def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+        """(o, final state) token by token, for decoding; no gradients."""

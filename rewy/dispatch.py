@@ -1,0 +1,75 @@
+"""Which backend computes a problem: a table of names, and one rule.
+
+An explicit choice runs there or raises; it never falls back. The automatic choice is the backend made for the
+device; where that cannot compute the problem the reference does, and the reason is logged once under the
+logger `rewy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+
+from rewy.backends.protocol import Backend
+from rewy.problem import Problem
+
+log = logging.getLogger("rewy")
+
+MODULES = {
+    "cuda": "rewy.backends.cuda",
+    "ascend": "rewy.backends.ascend",
+    "reference": "rewy.backends.reference",
+}
+MADE_FOR = {"cuda": "cuda", "npu": "ascend"}
+"""Device types and the backend made for them."""
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of this name; its heavy dependencies are imported when it first computes."""
+    if name not in MODULES:
+        known = ", ".join(
+            f"{other} ({reason})" if reason else other for other, reason in backends().items()
+        )
+        raise ValueError(f"backend must be one of {known}, got {name!r}")
+    backend: Backend = importlib.import_module(MODULES[name]).backend
+    return backend
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend with the reason why it cannot run in this process, or None when it can."""
+    return {name: load(name).unusable() for name in MODULES}
+
+
+def resolve(problem: Problem, requested: str | None = None) -> Backend:
+    """The backend that computes this problem."""
+    if requested:
+        backend = load(requested)
+        reason = refusal(backend, problem)
+        if reason is not None:
+            raise ValueError(f"backend={requested!r} was asked for but cannot compute this call: {reason}")
+        return backend
+    name = MADE_FOR.get(problem.device.type)
+    if name is None:
+        return load("reference")
+    backend = load(name)
+    reason = refusal(backend, problem)
+    if reason is None:
+        return backend
+    _log_once(f"{problem.operator.title} on {problem.device.type} takes the reference backend, not {name}: {reason}")
+    return load("reference")
+
+
+def refusal(backend: Backend, problem: Problem) -> str | None:
+    """Why this backend does not compute this problem, or None when it does."""
+    reason = backend.unusable()
+    if reason:
+        return reason
+    ok, reason = backend.supports(problem)
+    return None if ok else reason
+
+
+@cache
+def _log_once(message: str) -> None:
+    log.warning(message)
