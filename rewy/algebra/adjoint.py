@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rewy.algebra.chunked import Chunks
 from rewy.algebra.pairs import Pairs
@@ -60,23 +61,25 @@ def gradients(
     p, mm = c.problem, c.arithmetic.mm
     dA = p.scale * mm(back.do, U.mT)
     diagonal = dA.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq, right, dG = stage.adjoint(dA.tril(-1), c.q, c.k)
-    E, right_L, dG_L = stage.adjoint(dL, c.b * c.k, c.k)
-    right, dG = right + right_L, dG + dG_L
-
-    dQ = p.scale * mm(back.do, S.mT) * c.decayed
+    dq, right_A, dG_A = stage.adjoint(dA.tril(-1), c.q, c.k)
+    E, right_L, dG_L = stage.adjoint(dL, c.erased, c.k)
+    right = right_A + right_L
+    dQ = mm(back.do, S.mT) * (p.scale * c.decayed)
     dX = dX * c.decayed
     dK = mm(U, back.dS.mT) * c.remaining
-    dq, E = dq + dQ, E + dX
-    dk = c.b * E + right + dK
 
     dg = None
     if x.g is not None:
-        dG = dG + _fold(c.G, c.q * dQ + c.b * c.k * dX - c.k * dK)
+        if dG_A is None or dG_L is None:
+            dG = _fold(c.G, c.q * (dq + dQ) + c.erased * (E + dX) - c.k * (right + dK))
+        else:
+            dG = dG_A + dG_L + _fold(c.G, c.q * dQ + c.erased * dX - c.k * dK)
         last = (c.k * dK).sum(-2, keepdim=True) + c.whole * (S * back.dS).sum(-1)[..., None, :]
         dG[..., -1:, :] += _fold(c.G, last)
         dg = _reverse_cumsum(dG)
 
+    dq, E = dq + dQ, E + dX
+    dk = c.b * E + right + dK
     dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
     db, dw = _fold(c.b, c.k * E), _fold(c.w, c.v * dR)
     if x.write is None:

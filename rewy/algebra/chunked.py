@@ -49,7 +49,9 @@ class Chunks:
             chunks = layout.stack(t, dtype)
             return chunks[..., None] if t.dim() == 3 else chunks
 
-        q, k = (stack(t).repeat_interleave(problem.group, dim=1) for t in (x.q, x.k))
+        q, k = (stack(t) for t in (x.q, x.k))
+        if problem.group > 1:
+            q, k = (t.repeat_interleave(problem.group, dim=1) for t in (q, k))
         b = stack(x.erase)
         G = b.new_zeros(*b.shape[:-1], 1) if x.g is None else stack(x.g, arithmetic.log).cumsum(-2)
         return cls(
@@ -72,9 +74,14 @@ class Chunks:
         """e^Γ: the decay of the whole chunk, [..,1,1] or [..,1,K]."""
         return self.decayed[..., -1:, :]
 
+    @cached_property
+    def erased(self) -> Tensor:
+        """b ⊙ k as it enters the products."""
+        return self.arithmetic.rounded(self.b * self.k)
+
     @property
     def X(self) -> Tensor:
-        return self.b * self.k * self.decayed
+        return self.k * (self.b * self.decayed)
 
     @property
     def K(self) -> Tensor:
@@ -84,7 +91,7 @@ class Chunks:
     @property
     def Q(self) -> Tensor:
         """Q̃"""
-        return self.problem.scale * self.q * self.decayed
+        return self.q * (self.problem.scale * self.decayed)
 
     @property
     def written(self) -> Tensor:
@@ -103,7 +110,7 @@ class Chunks:
 
 def wy_inverse(c: Chunks, stage: Pairs) -> Tensor:
     """T [M,HV,C,C]."""
-    return unit_lower_inverse(stage.scores(c.b * c.k, c.k))
+    return unit_lower_inverse(stage.scores(c.erased, c.k))
 
 
 def attention(c: Chunks, stage: Pairs) -> Tensor:

@@ -74,7 +74,7 @@ def conventional_pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
 class GramPairs(WeightedPairs):
     """Scalar decay with the gate gradient from the recomputed products a kᵀ: row sums less column sums."""
 
-    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         M = self.weight * M
         P = M * self.mm(a, k.mT)
         return self.mm(M, k), self.mm(M.mT, a), P.sum(-1)[..., None] - P.sum(-2)[..., None]
@@ -87,16 +87,11 @@ class PairwisePairs(CentredPairs):
         super().__init__(arithmetic, G)
         self.size = min(BLOCK, G.shape[-2])
 
-    def _diagonal_adjoint(
-        self, M: Tensor, a: Tensor, k: Tensor, da: Tensor, dk: Tensor, dG: Tensor
-    ) -> None:
+    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         M, G, a, k = diagonal_blocks(M, self.size), *(blocks(t, self.size) for t in (self.G, a, k))
-        da, dk = blocks(da, self.size), blocks(dk, self.size)
+        da, dk = torch.zeros_like(a), torch.zeros_like(k)
         for j in range(self.size - 1):
             weight = M[..., j + 1 :, j, None] * self.exp(G[..., j + 1 :, :] - G[..., j : j + 1, :])
             da[..., j + 1 :, :] += weight * k[..., j : j + 1, :]
-            dk[..., j, :] += (weight * a[..., j + 1 :, :]).sum(-2)
-
-    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        da, dk, _ = super().adjoint(M, a, k)
-        return da, dk, a * da - k * dk
+            dk[..., j, :] = (weight * a[..., j + 1 :, :]).sum(-2)
+        return da.flatten(-3, -2), dk.flatten(-3, -2), (a * da - k * dk).flatten(-3, -2)

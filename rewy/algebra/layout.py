@@ -21,10 +21,10 @@ class Layout:
 
     steps: list[slice]
     """Rows of the stack that step i computes."""
-    tokens: Tensor
-    """[M*C] row of each position in the flattened [B*T]; B*T where there is no token."""
+    tokens: Tensor | None
+    """[M*C] row of each position in the flattened [B*T], B*T where there is no token; None for dense sequences."""
     order: Tensor | None
-    """[N] the sequences, longest first; None when they stand in that order already."""
+    """[N] the packed sequences, longest first; None when they stand in that order already."""
     B: int
     T: int
     C: int
@@ -33,44 +33,40 @@ class Layout:
     def of(cls, problem: Problem, x: Operands) -> Layout:
         B, T, C = problem.B, problem.T, problem.chunk_size
         if x.cu_seqlens is None:
-            starts, lengths = [n * T for n in range(B)], [T] * B
-        else:
-            host = x.cu_seqlens if x.cu_seqlens_cpu is None else x.cu_seqlens_cpu
-            offsets = host.tolist()
-            starts, lengths = offsets[:-1], [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+            steps = [slice(i * B, (i + 1) * B) for i in range(-(-T // C))]
+            return cls(steps, tokens=None, order=None, B=B, T=T, C=C)
+
+        offsets = (x.cu_seqlens if x.cu_seqlens_cpu is None else x.cu_seqlens_cpu).tolist()
+        lengths = [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
         order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        counts = [-(-lengths[n] // C) for n in order]
-        steps, row = [], 0
-        for step in range(max(counts, default=0)):
-            active = sum(count > step for count in counts)
-            steps.append(slice(row, row + active))
-            row += active
-        chunks = [(n, i) for i, s in enumerate(steps) for n in order[: s.stop - s.start]]
-        first = torch.tensor([starts[n] + i * C for n, i in chunks], dtype=torch.long)
-        valid = torch.tensor([lengths[n] - i * C for n, i in chunks], dtype=torch.long)
-        position = torch.arange(C)
-        tokens = torch.where(position < valid[:, None], first[:, None] + position, B * T).flatten()
-        device = x.q.device
-        return cls(
-            steps=steps,
-            tokens=tokens.to(device),
-            order=None if order == list(range(len(order))) else torch.tensor(order, device=device),
-            B=B,
-            T=T,
-            C=C,
-        )
+        steps, chunks = [], []
+        for i in range(-(-max(lengths, default=0) // C)):
+            active = [n for n in order if lengths[n] > i * C]
+            steps.append(slice(len(chunks), len(chunks) + len(active)))
+            chunks += [(offsets[n] + i * C, offsets[n + 1]) for n in active]
+        first, end = torch.tensor(chunks, dtype=torch.long).view(-1, 2, 1).unbind(1)
+        tokens = first + torch.arange(C)
+        tokens = torch.where(tokens < end, tokens, T).flatten().to(x.q.device)
+        sorted_already = order == list(range(len(order)))
+        return cls(steps, tokens, None if sorted_already else torch.tensor(order, device=x.q.device), B, T, C)
 
     def stack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B,T,H,...] as chunks [M,H,C,...] in `dtype`."""
-        rows = x.flatten(0, 1).to(dtype)
-        rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        x = x.to(dtype)
+        if self.tokens is None:
+            x = _padded(x, len(self.steps) * self.C)
+            return x.unflatten(1, (len(self.steps), self.C)).transpose(0, 1).flatten(0, 1).transpose(1, 2).contiguous()
+        rows = _padded(x, self.T + 1)[0]
         return rows[self.tokens].unflatten(0, (-1, self.C)).transpose(1, 2).contiguous()
 
     def unstack(self, chunks: Tensor) -> Tensor:
         """Chunks [M,H,C,...] as [B,T,H,...]; rows of no sequence are zero."""
-        rows = chunks.transpose(1, 2).flatten(0, 1)
-        x = rows.new_zeros(self.B * self.T + 1, *rows.shape[1:]).index_copy(0, self.tokens, rows)
-        return x[:-1].unflatten(0, (self.B, self.T)) if self.B * self.T else x[:-1].view(self.B, self.T, *x.shape[1:])
+        rows = chunks.transpose(1, 2)
+        if self.tokens is None:
+            steps = rows.unflatten(0, (len(self.steps), self.B)).transpose(0, 1)
+            return steps.flatten(1, 2)[:, : self.T].contiguous()
+        rows = rows.flatten(0, 1)
+        return rows.new_zeros(self.T + 1, *rows.shape[1:]).index_copy(0, self.tokens, rows)[None, : self.T]
 
     def sort(self, states: Tensor) -> Tensor:
         """Per-sequence states in the order of the stack."""
@@ -79,3 +75,9 @@ class Layout:
     def unsort(self, states: Tensor) -> Tensor:
         """The inverse of `sort`."""
         return states if self.order is None else torch.empty_like(states).index_copy(0, self.order, states)
+
+
+def _padded(x: Tensor, T: int) -> Tensor:
+    """[B,T,...] with zero rows appended up to T."""
+    missing = T - x.shape[1]
+    return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1) if missing else x

@@ -9,7 +9,8 @@ For rows a and columns k of one chunk (both [..,C,K]) a pair stage offers
         dG   = a ⊙ da − k ⊙ dk, summed over channels for a scalar decay
 
 dG needs no product of its own. Each pair enters it twice with opposite signs, and dg sums it over tokens: the two
-must cancel to the last bit. So dG is formed from the very operands that were multiplied, after their rounding.
+cancel only when dG is formed from the very operands that were multiplied, after their rounding. Where those are a
+and k themselves dG is None, left to the caller to form with the other terms of its kind.
 Diagonal pairs carry no decay; they are elementwise and stay with the caller.
 
 Every exponent that is formed is either ≤ 0 or within `Arithmetic.span`, so the result is right for any finite
@@ -31,7 +32,7 @@ from rewy.problem import Gate
 class Pairs(Protocol):
     def scores(self, a: Tensor, k: Tensor) -> Tensor: ...
 
-    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
 def pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
@@ -43,7 +44,7 @@ class WeightedPairs:
     """Scalar decay (or none): one weight e^{G_i − G_j} per pair, applied to the finished product."""
 
     def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
-        self.mm, self.rounded = arithmetic.mm, arithmetic.rounded
+        self.mm = arithmetic.mm
         C = G.shape[-2]
         above = torch.ones(C, C, dtype=torch.bool, device=G.device).triu()
         self.weight = arithmetic.exp((G - G.mT).masked_fill(above, -torch.inf))
@@ -51,10 +52,9 @@ class WeightedPairs:
     def scores(self, a: Tensor, k: Tensor) -> Tensor:
         return self.weight * self.mm(a, k.mT)
 
-    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         M = self.weight * M
-        da, dk = self.mm(M, k), self.mm(M.mT, a)
-        return da, dk, (self.rounded(a) * da - self.rounded(k) * dk).sum(-1, keepdim=True)
+        return self.mm(M, k), self.mm(M.mT, a), None
 
 
 class CentredPairs:
@@ -71,20 +71,20 @@ class CentredPairs:
         self.size = centred_block(G.detach(), arithmetic.span)
 
     def scores(self, a: Tensor, k: Tensor) -> Tensor:
-        out = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], self.G.shape[:-2]), a.shape[-2], a.shape[-2])
+        out = a.new_zeros(*a.shape[:-1], a.shape[-2])
         if self.size > 1:
-            rows, cols = self._diagonal()
+            rows, cols = self._centred()
             product = self.mm(blocks(a, self.size) * rows, (blocks(k, self.size) * cols).mT)
             diagonal_blocks(out, self.size).copy_(product.tril(-1))
         for m, rows, cols in self._squares():
-            product = self.mm(later(a, m) * rows, (earlier(k, m) * cols).mT)
-            square(out, m).copy_(product)
+            square(out, m).copy_(self.mm(later(a, m) * rows, (earlier(k, m) * cols).mT))
         return out
 
-    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        da, dk, dG = torch.zeros_like(a), torch.zeros_like(k), torch.zeros_like(a)
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.size > 1:
-            self._diagonal_adjoint(M, a, k, da, dk, dG)
+            da, dk, dG = self._diagonal_adjoint(M, a, k)
+        else:
+            da, dk, dG = torch.zeros_like(a), torch.zeros_like(k), torch.zeros_like(a)
         for m, rows, cols in self._squares():
             block = square(M, m)
             late, early = self.rounded(later(a, m) * rows), self.rounded(earlier(k, m) * cols)
@@ -95,18 +95,15 @@ class CentredPairs:
             earlier(dG, m).sub_(early * d_early)
         return da, dk, dG
 
-    def _diagonal_adjoint(
-        self, M: Tensor, a: Tensor, k: Tensor, da: Tensor, dk: Tensor, dG: Tensor
-    ) -> None:
-        rows, cols = self._diagonal()
+    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, cols = self._centred()
         block = diagonal_blocks(M, self.size).tril(-1)
         late, early = self.rounded(blocks(a, self.size) * rows), self.rounded(blocks(k, self.size) * cols)
         d_late, d_early = self.mm(block, early), self.mm(block.mT, late)
-        blocks(da, self.size).add_(rows * d_late)
-        blocks(dk, self.size).add_(cols * d_early)
-        blocks(dG, self.size).add_(late * d_late - early * d_early)
+        dG = late * d_late - early * d_early
+        return (d_late * rows).flatten(-3, -2), (d_early * cols).flatten(-3, -2), dG.flatten(-3, -2)
 
-    def _diagonal(self) -> tuple[Tensor, Tensor]:
+    def _centred(self) -> tuple[Tensor, Tensor]:
         G = blocks(self.G, self.size)
         centre = ((G.amax(-2, keepdim=True) + G.amin(-2, keepdim=True)) / 2).detach()
         return self.exp(G - centre), self.exp(centre - G)
