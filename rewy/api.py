@@ -99,7 +99,7 @@ def delta_attention(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        scale, chunk_size, not disable_recompute, algebra,
+        backend, scale, chunk_size, not disable_recompute, algebra,
     )  # fmt: skip
     o, final_state = autograd.delta_attention(problem, x, options, backend)
     return o, _returned(final_state, output_final_state, state_v_first)
@@ -135,7 +135,7 @@ def delta_attention_step(
     Arguments, results and errors are those of `delta_attention`. No gradients: with inputs that require them it
     raises NotImplementedError.
     """
-    problem, x, options = _prepare(
+    _, x, options = _prepare(
         gather(
             q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write,
             initial_state=_swap(initial_state, state_v_first),
@@ -145,7 +145,7 @@ def delta_attention_step(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        scale,
+        backend, scale,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(t.requires_grad for t in x if t is not None):
         raise NotImplementedError(
@@ -171,6 +171,7 @@ class InKernel(NamedTuple):
 def _prepare(
     x: Operands,
     flags: InKernel,
+    backend: str | None,
     scale: float | None,
     chunk_size: int = 64,
     recompute: bool = True,
@@ -182,12 +183,12 @@ def _prepare(
     problem = describe(x, options)
     check_in_kernel(x, **flags._asdict())
     if flags.use_qk_l2norm_in_kernel:
-        x = x._replace(q=prologue.l2norm(x.q), k=prologue.l2norm(x.k))
+        x = x._replace(q=prologue.l2norm(x.q, backend), k=prologue.l2norm(x.k, backend))
     if flags.use_gate_in_kernel:
         assert x.g is not None
-        x = x._replace(g=prologue.log_decay(x.g, flags.A_log, flags.dt_bias, flags.lower_bound))
+        x = x._replace(g=prologue.log_decay(x.g, flags.A_log, flags.dt_bias, flags.lower_bound, backend))
     if flags.use_beta_sigmoid_in_kernel:
-        x = x._replace(erase=prologue.sigmoid_beta(x.erase, flags.allow_neg_eigval))
+        x = x._replace(erase=prologue.sigmoid_beta(x.erase, flags.allow_neg_eigval, backend))
     return problem, x, options
 
 

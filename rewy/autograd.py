@@ -120,7 +120,9 @@ class DeltaAttention(torch.autograd.Function):
         return *(None if t is None else next(grads) for t in x[:7]), None, None, None, None
 
 
-def delta_attention(problem: Problem, x: Operands, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+def delta_attention(
+    problem: Problem, x: Operands, options: Options, backend: str | None
+) -> tuple[Tensor, Tensor]:
     """(o, final state) of a validated problem, differentiable in every operand."""
     if problem.algebra is Algebra.AUTOGRAD:
         return _autograd_of_forward(problem, x, backend)

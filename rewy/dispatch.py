@@ -11,7 +11,9 @@ import importlib
 import logging
 from functools import cache
 
-from rewy.backends.protocol import Backend
+from torch import Tensor
+
+from rewy.backends.protocol import Backend, Prologue
 from rewy.problem import Problem
 
 log = logging.getLogger("rewy")
@@ -29,9 +31,7 @@ MADE_FOR = {"cuda": "cuda", "npu": "ascend"}
 def load(name: str) -> Backend:
     """The backend of this name; its heavy dependencies are imported when it first computes."""
     if name not in MODULES:
-        known = ", ".join(
-            f"{other} ({reason})" if reason else other for other, reason in backends().items()
-        )
+        known = ", ".join(f"{other} ({reason})" if reason else other for other, reason in backends().items())
         raise ValueError(f"backend must be one of {known}, got {name!r}")
     backend: Backend = importlib.import_module(MODULES[name]).backend
     return backend
@@ -57,8 +57,19 @@ def resolve(problem: Problem, requested: str | None = None) -> Backend:
     reason = refusal(backend, problem)
     if reason is None:
         return backend
-    _log_once(f"{problem.operator.title} on {problem.device.type} takes the reference backend, not {name}: {reason}")
+    _log_once(
+        f"{problem.operator.title} on {problem.device.type} takes the reference backend, not {name}: {reason}"
+    )
     return load("reference")
+
+
+def prologue_of(x: Tensor, requested: str) -> Prologue:
+    """The functions that activate x: the chosen or the device's backend's, if it can take x at all."""
+    name = requested or MADE_FOR.get(x.device.type, "reference")
+    backend = load(name)
+    if backend.unusable() is None and x.dtype in backend.dtypes:
+        return backend.prologue
+    return load("reference").prologue
 
 
 def refusal(backend: Backend, problem: Problem) -> str | None:

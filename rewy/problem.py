@@ -302,7 +302,9 @@ def _check_offsets(x: Operands) -> None:
     if B != 1:
         raise ValueError(f"cu_seqlens needs packed sequences in one batch row (B = 1), got B = {B}")
     if host is not None and host.shape != cu.shape:
-        raise ValueError(f"cu_seqlens_cpu must have cu_seqlens' shape {list(cu.shape)}, got {list(host.shape)}")
+        raise ValueError(
+            f"cu_seqlens_cpu must have cu_seqlens' shape {list(cu.shape)}, got {list(host.shape)}"
+        )
     if torch.compiler.is_compiling():
         return
     # Reading offsets that live on a device would stall it, so that check is asked for by the environment.
@@ -344,9 +346,13 @@ def check_in_kernel(
         if x.g is None:
             raise ValueError("use_gate_in_kernel=True needs g, the raw gate; got g=None")
         if safe_gate and lower_bound is None:
-            raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound in [-5, 0), got None")
+            raise ValueError(
+                "safe_gate=True with use_gate_in_kernel=True needs lower_bound in [-5, 0), got None"
+            )
         if A_log is None and lower_bound is None:
-            raise ValueError("use_gate_in_kernel=True needs A_log [HV] unless lower_bound is given, got A_log=None")
+            raise ValueError(
+                "use_gate_in_kernel=True needs A_log [HV] unless lower_bound is given, got A_log=None"
+            )
         heads = x.v.shape[2]
         per_gate = ("HV", heads) if x.g.dim() == 3 else ("HV·K", heads * x.q.shape[3])
         for name, t, (letters, size) in (("A_log", A_log, ("HV", heads)), ("dt_bias", dt_bias, per_gate)):
@@ -361,7 +367,9 @@ def check_in_kernel(
     else:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
-                raise ValueError(f"{name} is a parameter of the in-kernel gate; it needs use_gate_in_kernel=True")
+                raise ValueError(
+                    f"{name} is a parameter of the in-kernel gate; it needs use_gate_in_kernel=True"
+                )
         if lower_bound is not None and not safe_gate:
             raise ValueError("lower_bound needs use_gate_in_kernel=True or safe_gate=True, got neither")
     if lower_bound is not None and not -5 <= lower_bound < 0:
@@ -371,7 +379,9 @@ def check_in_kernel(
             "allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True; a beta given as such may be in [0, 2]"
         )
     if use_beta_sigmoid_in_kernel and x.write is not None:
-        raise ValueError("use_beta_sigmoid_in_kernel=True needs beta; erase and write gates are taken as given")
+        raise ValueError(
+            "use_beta_sigmoid_in_kernel=True needs beta; erase and write gates are taken as given"
+        )
 
 
 def check_scale(scale: float | None, q: Tensor) -> float:

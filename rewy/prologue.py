@@ -1,50 +1,157 @@
 """What the fla-named functions can do to their inputs "in kernel": normalise, activate gates. Differentiable.
 
-Arithmetic is fp32 (fp64 for fp64 inputs) whatever the input's dtype; gates come back in it.
+Each is an operator and its gradient, computed by the functions of `rewy.algebra.prologue` or by the backend's own
+of the same names. Nothing is saved for the backward but the inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
-L2_EPS = 1e-6
+from rewy.dispatch import prologue_of
+
+_library = torch.library.Library("rewy", "FRAGMENT")
 
 
-def l2norm(x: Tensor) -> Tensor:
+def l2norm(x: Tensor, backend: str | None = None) -> Tensor:
     """x / sqrt(Σ x² + 1e-6) over the last dimension, in x's dtype."""
-    y = x.to(_work(x))
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)
+    return _L2Norm.apply(x, backend or "")
 
 
 def log_decay(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    backend: str | None = None,
 ) -> Tensor:
-    """The log decay of a raw gate g [B,T,HV] or [B,T,HV,K].
+    """The log decay of a raw gate g [B,T,HV] or [B,T,HV,K], in fp32 (fp64 for fp64).
 
     −exp(A_log) · softplus(g + dt_bias), or with a lower bound lower_bound · sigmoid(exp(A_log) · (g + dt_bias)).
     A_log [HV]; dt_bias [HV] or [HV·K]; either may be None (0).
     """
-    x = g.to(_work(g))
-    if dt_bias is not None:
-        x = x + dt_bias.to(x.dtype).view(g.shape[2:])
-    rate = 1.0 if A_log is None else _rate(A_log.to(x.dtype)).view(-1, *[1] * (g.dim() - 3))
-    if lower_bound is None:
-        return -rate * F.softplus(x)
-    return lower_bound * torch.sigmoid(rate * x)
+    return _LogDecay.apply(g, A_log, dt_bias, lower_bound, backend or "")
 
 
-def sigmoid_beta(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
-    """sigmoid(beta), doubled when negative eigenvalues are allowed."""
-    activated = torch.sigmoid(beta.to(_work(beta)))
-    return 2 * activated if allow_neg_eigval else activated
+def sigmoid_beta(beta: Tensor, allow_neg_eigval: bool, backend: str | None = None) -> Tensor:
+    """sigmoid(beta) in fp32 (fp64 for fp64), doubled when negative eigenvalues are allowed."""
+    return _SigmoidBeta.apply(beta, 2.0 if allow_neg_eigval else 1.0, backend or "")
 
 
-def _rate(A_log: Tensor) -> Tensor:
-    # Past e^80 every gate is saturated, and an infinite rate would turn its zero derivative into NaN.
-    return A_log.clamp(max=80.0).exp()
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.backend = backend
+        return torch.ops.rewy.l2norm(x, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return torch.ops.rewy.l2norm_backward(*ctx.saved_tensors, dy, ctx.backend), None
 
 
-def _work(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+class _LogDecay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+        backend: str,
+    ) -> Tensor:
+        ctx.save_for_backward(g, A_log, dt_bias)
+        ctx.lower_bound, ctx.backend = lower_bound, backend
+        return torch.ops.rewy.log_decay(g, A_log, dt_bias, lower_bound, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        grads = iter(torch.ops.rewy.log_decay_backward(*inputs, ctx.lower_bound, dg, ctx.backend))
+        return *(None if t is None else next(grads) for t in inputs), None, None
+
+
+class _SigmoidBeta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, beta: Tensor, factor: float, backend: str) -> Tensor:
+        ctx.save_for_backward(beta)
+        ctx.factor, ctx.backend = factor, backend
+        return torch.ops.rewy.sigmoid_beta(beta, factor, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return (
+            torch.ops.rewy.sigmoid_beta_backward(*ctx.saved_tensors, dy, ctx.factor, ctx.backend),
+            None,
+            None,
+        )
+
+
+def _gate_gradients(
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    dg: Tensor,
+    backend: str,
+) -> list[Tensor]:
+    grads = prologue_of(g, backend).gate_backward(g, A_log, dt_bias, lower_bound, dg)
+    return [grad.contiguous() for grad in grads if grad is not None]
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _activated(x: Tensor, *_: Any) -> Tensor:
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rewy::{name}", fake, lib=_library)
+
+
+_define(
+    "l2norm(Tensor x, str backend) -> Tensor",
+    lambda x, backend: prologue_of(x, backend).l2norm_forward(x).contiguous(),
+    _like,
+)
+_define(
+    "l2norm_backward(Tensor x, Tensor dy, str backend) -> Tensor",
+    lambda x, dy, backend: prologue_of(x, backend).l2norm_backward(x, dy).contiguous(),
+    _like,
+)
+_define(
+    "log_decay(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, str backend) -> Tensor",
+    lambda g, *args: prologue_of(g, args[-1]).gate_forward(g, *args[:-1]).contiguous(),
+    _activated,
+)
+_define(
+    "log_decay_backward(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, Tensor dg, str backend)"
+    " -> Tensor[]",
+    _gate_gradients,
+    lambda g, A_log, dt_bias, *_: [_like(t) for t in (g, A_log, dt_bias) if t is not None],
+)
+_define(
+    "sigmoid_beta(Tensor beta, float factor, str backend) -> Tensor",
+    lambda beta, factor, backend: prologue_of(beta, backend).sigmoid_forward(beta, factor).contiguous(),
+    _activated,
+)
+_define(
+    "sigmoid_beta_backward(Tensor beta, Tensor dy, float factor, str backend) -> Tensor",
+    lambda beta, dy, factor, backend: (
+        prologue_of(beta, backend).sigmoid_backward(beta, dy, factor).contiguous()
+    ),
+    _like,
+)

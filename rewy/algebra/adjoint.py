@@ -51,7 +51,15 @@ def reverse_pass(
 
 
 def gradients(
-    c: Chunks, x: Operands, stage: Pairs, S: Tensor, U: Tensor, back: Reverse, dL: Tensor, dX: Tensor, dR: Tensor
+    c: Chunks,
+    x: Operands,
+    stage: Pairs,
+    S: Tensor,
+    U: Tensor,
+    back: Reverse,
+    dL: Tensor,
+    dX: Tensor,
+    dR: Tensor,
 ) -> Gradients:
     """All gradients of the operands from the adjoints of L, X and w ⊙ v (dR).
 
@@ -71,19 +79,21 @@ def gradients(
     dg = None
     if x.g is not None:
         if dG_A is None or dG_L is None:
-            dG = _fold(c.G, c.q * (dq + dQ) + c.erased * (E + dX) - c.k * (right + dK))
+            dG = _fold(c.G, c.q * (dq + dQ) + c.erased * (E + dX) - c.k * right)
         else:
-            dG = dG_A + dG_L + _fold(c.G, c.q * dQ + c.erased * dX - c.k * dK)
-        last = (c.k * dK).sum(-2, keepdim=True) + c.whole * (S * back.dS).sum(-1)[..., None, :]
-        dG[..., -1:, :] += _fold(c.G, last)
-        dg = _reverse_cumsum(dG)
+            dG = dG_A + dG_L + _fold(c.G, c.q * dQ + c.erased * dX)
+        # Row i of K̃ decays by the tokens after it. Its share adds up forwards: in a difference of two reverse
+        # sums the last row, which does not decay, would drown what strong decays leave of the others.
+        remaining = _fold(c.G, c.k * dK)[..., :-1, :].cumsum(-2)
+        whole = _fold(c.G, c.whole * (S * back.dS).sum(-1)[..., None, :])
+        dg = _reverse_cumsum(dG) + F.pad(remaining, (0, 0, 1, 0)) + whole
 
     dq, E = dq + dQ, E + dX
     dk = c.b * E + right + dK
     dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
     db, dw = _fold(c.b, c.k * E), _fold(c.w, c.v * dR)
     if x.write is None:
-        db, dw = db + dw, None
+        db = db + dw
 
     def give(grad: Tensor, like: Tensor) -> Tensor:
         """[M,HV,C,D] as the gradient of `like`; heads that shared it are summed."""
@@ -97,7 +107,7 @@ def gradients(
         v=give(c.w * dR, x.v),
         g=None if x.g is None or dg is None else give(dg, x.g),
         erase=give(db, x.erase),
-        write=None if x.write is None or dw is None else give(dw, x.write),
+        write=None if x.write is None else give(dw, x.write),
         initial_state=None if x.initial_state is None else back.initial.to(x.initial_state.dtype),
     )
 

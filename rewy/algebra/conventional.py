@@ -11,6 +11,8 @@ within blocks of 16. It exists for comparison: same results, more work, more rou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -67,8 +69,9 @@ def backward(
 
 def conventional_pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
     """The pair stage with the gate gradient and the gating of the conventional form."""
-    kind = {Gate.NONE: WeightedPairs, Gate.SCALAR: GramPairs, Gate.CHANNEL: PairwisePairs}[decay]
-    return kind(arithmetic, G)
+    kinds: dict[Gate, Callable[[Arithmetic, Tensor], Pairs]]
+    kinds = {Gate.NONE: WeightedPairs, Gate.SCALAR: GramPairs, Gate.CHANNEL: PairwisePairs}
+    return kinds[decay](arithmetic, G)
 
 
 class GramPairs(WeightedPairs):

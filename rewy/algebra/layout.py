@@ -7,6 +7,7 @@ are the first states of the (sorted) stack of states.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +38,9 @@ class Layout:
             return cls(steps, tokens=None, order=None, B=B, T=T, C=C)
 
         offsets = (x.cu_seqlens if x.cu_seqlens_cpu is None else x.cu_seqlens_cpu).tolist()
-        lengths = [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
+        lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
         order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        steps, chunks = [], []
+        steps, chunks = [], list[tuple[int, int]]()
         for i in range(-(-max(lengths, default=0) // C)):
             active = [n for n in order if lengths[n] > i * C]
             steps.append(slice(len(chunks), len(chunks) + len(active)))
@@ -55,7 +56,13 @@ class Layout:
         x = x.to(dtype)
         if self.tokens is None:
             x = _padded(x, len(self.steps) * self.C)
-            return x.unflatten(1, (len(self.steps), self.C)).transpose(0, 1).flatten(0, 1).transpose(1, 2).contiguous()
+            return (
+                x.unflatten(1, (len(self.steps), self.C))
+                .transpose(0, 1)
+                .flatten(0, 1)
+                .transpose(1, 2)
+                .contiguous()
+            )
         rows = _padded(x, self.T + 1)[0]
         return rows[self.tokens].unflatten(0, (-1, self.C)).transpose(1, 2).contiguous()
 

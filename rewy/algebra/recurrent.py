@@ -1,11 +1,13 @@
 """The token-by-token recurrence: the definition of every operator, and the oracle of every test.
 
-    S̃_t = exp(g_t) ⊙ S_{t−1}
-    S_t = S̃_t + k_t (w_t ⊙ v_t − S̃_tᵀ (b_t ⊙ k_t))ᵀ
-    o_t = scale · S_tᵀ q_t
+S̃_t = exp(g_t) ⊙ S_{t−1}
+S_t = S̃_t + k_t (w_t ⊙ v_t − S̃_tᵀ (b_t ⊙ k_t))ᵀ
+o_t = scale · S_tᵀ q_t
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def recurrence(x: Operands, scale: float, dtype: torch.dtype = torch.float64) ->
     decay = None if x.g is None else _columns(x.g.to(dtype)).exp()
 
     offsets = None if x.cu_seqlens is None else x.cu_seqlens.tolist()
-    spans = [(0, T)] if offsets is None else list(zip(offsets, offsets[1:], strict=False))
+    spans = [(0, T)] if offsets is None else list(itertools.pairwise(offsets))
     outputs, finals = [], []
     for n, (start, stop) in enumerate(spans):
         if x.initial_state is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rewy.problem import Gradients, Operands, Problem
@@ -17,6 +18,12 @@ class Backend(Protocol):
     """
 
     name: str
+    dtypes: tuple[torch.dtype, ...]
+    """Dtypes of q, k and v that it computes in."""
+
+    @property
+    def prologue(self) -> Prologue:
+        """Its functions for in-kernel options."""
 
     def unusable(self) -> str | None:
         """Why this backend cannot run in this process, or None when it can."""
@@ -40,3 +47,23 @@ class Backend(Protocol):
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         """(o, final state) token by token, for decoding; no gradients."""
+
+
+class Prologue(Protocol):
+    """The functions of `rewy.algebra.prologue`, which says what they compute."""
+
+    def l2norm_forward(self, x: Tensor) -> Tensor: ...
+
+    def l2norm_backward(self, x: Tensor, dy: Tensor) -> Tensor: ...
+
+    def gate_forward(
+        self, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+    ) -> Tensor: ...
+
+    def gate_backward(
+        self, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dg: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+
+    def sigmoid_forward(self, x: Tensor, factor: float = 1.0) -> Tensor: ...
+
+    def sigmoid_backward(self, x: Tensor, dy: Tensor, factor: float = 1.0) -> Tensor: ...
