@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 from torch import Tensor
 
@@ -25,6 +27,7 @@ MODULES = {
 }
 MADE_FOR = {"cuda": "cuda", "npu": "ascend"}
 """Device types and the backend made for them."""
+_DEVICES = {backend: device for device, backend in MADE_FOR.items()}
 
 
 @cache
@@ -33,8 +36,22 @@ def load(name: str) -> Backend:
     if name not in MODULES:
         known = ", ".join(f"{other} ({reason})" if reason else other for other, reason in backends().items())
         raise ValueError(f"backend must be one of {known}, got {name!r}")
-    backend: Backend = importlib.import_module(MODULES[name]).backend
-    return backend
+    try:
+        module = importlib.import_module(MODULES[name])
+    except ImportError as error:
+        return cast(Backend, Unimportable(name, str(error)))
+    return cast(Backend, module.backend)
+
+
+@dataclass(frozen=True)
+class Unimportable:
+    """Stands for a backend whose module does not import: never usable, and says why."""
+
+    name: str
+    error: str
+
+    def unusable(self) -> str:
+        return f"it does not import: {self.error}"
 
 
 def backends() -> dict[str, str | None]:
@@ -75,8 +92,11 @@ def prologue_of(x: Tensor, requested: str) -> Prologue:
 def refusal(backend: Backend, problem: Problem) -> str | None:
     """Why this backend does not compute this problem, or None when it does."""
     reason = backend.unusable()
-    if reason:
+    if reason is not None:
         return reason
+    kind = problem.device.type
+    if backend.name in MADE_FOR.values() and MADE_FOR.get(kind) != backend.name:
+        return f"it computes on {_DEVICES[backend.name]} tensors, q is on {kind}"
     ok, reason = backend.supports(problem)
     return None if ok else reason
 

@@ -1,0 +1,94 @@
+"""One kernel launch as a value: it can run, be recorded, or be compiled for a card that is not here.
+
+Every launcher of this backend describes its launch and runs it:
+
+    Launch(
+        kernel,
+        grid=(B * HV * NT, ...),
+        args=dict(q=q, k=k, cu_seqlens=cu_seqlens, T=T, H=H, ..., BK=64, BV=32),
+        num_warps=4,
+        num_stages=3,
+    ).run()
+
+`args` holds all parameters of the kernel by name: tensors, None, numbers and constexprs alike.
+Allocate the outputs on the inputs' device (`torch.empty_like`, `device=q.device`), so that the same
+launcher works on meta tensors:
+
+    with recording() as launches:
+        backend.forward(problem, operands_on_meta)
+    for launch in launches:
+        launch.compile()        # for the active Triton driver's target; nothing is launched
+
+The launch runs on the device of its first tensor, whichever device is current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded_launches", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, its grid, its arguments by name and its compile options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    maxnreg: int | None = None
+
+    def __post_init__(self) -> None:
+        for axis, (programs, most) in enumerate(zip(self.grid, MAX_GRID, strict=False)):
+            if programs > most:
+                raise ValueError(
+                    f"grid axis {axis} of {self.name} is {programs}, CUDA allows {most}: put it on axis 0"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def device(self) -> torch.device:
+        return next(arg.device for arg in self.args.values() if isinstance(arg, torch.Tensor))
+
+    @property
+    def options(self) -> dict[str, int]:
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def run(self) -> None:
+        """Launch on the tensors' device, or only note the launch inside `recording()`."""
+        launches = _recorded.get()
+        if launches is not None:
+            launches.append(self)
+        elif all(self.grid):
+            device = self.device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                self.kernel[self.grid](**self.args, **self.options)
+
+    def compile(self) -> Any:
+        """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
+        return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect the launches made inside instead of running them."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
