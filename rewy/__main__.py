@@ -1,0 +1,5 @@
+"""`python -m rewy` is `rewy`."""
+
+from rewy.cli import main
+
+main()

@@ -1,0 +1,99 @@
+"""No contestant is timed before its outputs and gradients agree with the fp64 recurrence on a small case."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rewy.bench.clock import Clock, survived
+from rewy.bench.contestants import CONTESTANTS, Contestant, first_line, gradients, leaves
+from rewy.bench.workload import Case
+from rewy.problem import Operands
+from rewy.testing import budgets, errors, exact
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`seconds` of the first run; `bytes_per_token`, the most it allocated, for estimates at other sizes."""
+
+    status: str
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    bytes_per_token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A small case with its exact results and how far from them a contestant may be."""
+
+    case: Case
+    x: Operands
+    do: Tensor
+    dht: Tensor | None
+    exact: dict[str, Tensor]
+    budget: dict[str, float]
+
+    @classmethod
+    def of(cls, case: Case, seed: int) -> Oracle:
+        case = case.small()
+        x, do, dht = inputs_of(case, seed)
+        at_home = (x, do, dht)
+        if case.device.type == "npu":  # which has no fp64 to speak of
+            moved = x._replace(**{name: t.cpu() for name, t in x._asdict().items() if t is not None})
+            at_home = (moved, do.cpu(), None if dht is None else dht.cpu())
+        expected = exact(*at_home, case.scale)
+        return cls(case, x, do, dht, expected, budgets(*at_home, expected, case.scale))
+
+
+def inputs_of(case: Case, seed: int) -> tuple[Operands, Tensor, Tensor | None]:
+    """Operands, the gradient of o, and that of the final states where the case has states."""
+    x = case.operands(seed)
+    dht = None if x.initial_state is None else 0.5 * torch.ones_like(x.initial_state)
+    return x, case.output_gradient(seed + 1), dht
+
+
+def check(name: str, level: str, oracle: Oracle, clock: Clock) -> Verdict:
+    """Runs the contestant as `level` will, and compares every output and gradient."""
+
+    def once() -> dict[str, Tensor]:
+        return run(CONTESTANTS[name], oracle.case, level, oracle.x, oracle.do, oracle.dht)
+
+    try:
+        start = time.perf_counter()
+        results = once()
+        clock.wait()
+        seconds = time.perf_counter() - start
+        found = errors(results, oracle.exact)
+        _, peak = clock.peak(tuple, once)
+    except Exception as e:  # whatever a contestant throws is a finding about it, not the end of the run
+        survived(clock, e, name)
+        return Verdict("failed", f"{type(e).__name__}: {first_line(e)[:200]}")
+    over = [
+        f"{name} {found[name]:.1e} > {limit:.1e}"
+        for name, limit in oracle.budget.items()
+        if not found[name] <= limit
+    ]
+    if over:
+        return Verdict("wrong", "relative error " + ", ".join(over), found, seconds)
+    return Verdict("ok", "", found, seconds, peak / oracle.case.tokens)
+
+
+def run(
+    contestant: Contestant, case: Case, level: str, x: Operands, do: Tensor, dht: Tensor | None
+) -> dict[str, Tensor]:
+    """Outputs through the public call; gradients through autograd, or from the low-level backward."""
+    traced = leaves(x)
+    o, ht = contestant.call(case, traced, True)
+    if level == "backward":
+        grads = contestant.prepare(case, x)(do, dht)
+    else:
+        grads = gradients(traced, o, ht, do, dht)
+    found = {"o": o, "ht": ht} | {f"d{name}": grad for name, grad in grads._asdict().items()}
+    found["dh0"] = found.pop("dinitial_state")
+    if x.write is None:
+        found["dbeta"] = found.pop("derase")
+    return {name: t.detach() for name, t in found.items() if t is not None}

@@ -1,0 +1,157 @@
+"""How a contestant is sampled at the levels `backward` and `autograd`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rewy.bench.clock import Clock
+from rewy.bench.config import Timing
+from rewy.bench.contestants import Contestant, gradients, leaves
+from rewy.bench.results import Spread
+from rewy.bench.workload import Case, nbytes
+from rewy.problem import Gradients, Operands
+
+MAX_CALLS = 30
+"""More would fill the device's launch queue, and the host would wait for it."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Enough sets of operands that going round them leaves nothing useful in the last-level cache."""
+
+    case: Case
+    sets: list[Operands]
+    grads: list[Tensor]
+
+    @classmethod
+    def of(cls, case: Case, clock: Clock, seed: int) -> Inputs:
+        count = input_sets(case, clock)
+        return cls(
+            case,
+            [case.operands(seed + 2 * i) for i in range(count)],
+            [case.output_gradient(seed + 2 * i + 1) for i in range(count)],
+        )
+
+
+def input_sets(case: Case, clock: Clock) -> int:
+    """Two, or as many as fill the last-level cache twice, up to eight."""
+    return min(8, max(2, math.ceil(2 * clock.cache_bytes() / case.floor_bytes)))
+
+
+class Sampler:
+    """One contestant at one point: `sample(i)` runs it on input set i and leaves marks behind."""
+
+    def __init__(self, contestant: Contestant, inputs: Inputs, clock: Clock) -> None:
+        self.contestant, self.inputs, self.clock = contestant, inputs, clock
+        self.marks: list[tuple[Any, ...]] = []
+        self.host_ms: list[float] = []
+
+    def sample(self, i: int) -> None:
+        i %= len(self.inputs.sets)
+        arguments = self.arguments(i)
+        start = time.perf_counter()
+        marks = self.run(i, *arguments)
+        self.host_ms.append((time.perf_counter() - start) * 1e3)
+        self.marks.append(marks)
+
+    def arguments(self, i: int) -> tuple[Any, ...]:
+        """What a sample needs and does not count."""
+        return ()
+
+    def run(self, i: int, *arguments: Any) -> tuple[Any, ...]:
+        """Runs the measured calls; the marks around the backward come last."""
+        raise NotImplementedError
+
+    def workspace(self) -> int:
+        """Peak bytes of the backward above its inputs and the gradients it returns."""
+        raise NotImplementedError
+
+    def spreads(self) -> tuple[Spread, Spread | None]:
+        """(backward, forward if measured)."""
+        between, marks = self.clock.between, self.marks
+        backward = Spread.of([between(m[-2], m[-1]) for m in marks])
+        forward = Spread.of([between(m[0], m[1]) for m in marks]) if len(marks[0]) == 3 else None
+        return backward, forward
+
+    def reset(self) -> None:
+        self.marks.clear()
+        self.host_ms.clear()
+
+
+class BackwardSampler(Sampler):
+    """The low-level backward from saved forward results, recomputation included."""
+
+    def __init__(self, contestant: Contestant, inputs: Inputs, clock: Clock) -> None:
+        super().__init__(contestant, inputs, clock)
+        self.backwards = [contestant.prepare(inputs.case, x) for x in inputs.sets]
+
+    def run(self, i: int, *arguments: Any) -> tuple[Any, ...]:
+        start = self.clock.mark()
+        self.backwards[i](self.inputs.grads[i], None)
+        return start, self.clock.mark()
+
+    def workspace(self) -> int:
+        grads, peak = self.clock.peak(tuple, lambda: self.backwards[0](self.inputs.grads[0], None))
+        return max(0, peak - nbytes(grads))
+
+
+class AutogradSampler(Sampler):
+    """The public function and torch.autograd: gradients in the inputs' dtypes, group and gate sums included."""
+
+    def arguments(self, i: int) -> tuple[Any, ...]:
+        return (leaves(self.inputs.sets[i]),)
+
+    def run(self, i: int, *arguments: Any) -> tuple[Any, ...]:
+        (x,) = arguments
+        start = self.clock.mark()
+        o, _ = self.contestant.call(self.inputs.case, x, False)
+        middle = self.clock.mark()
+        gradients(x, o, None, self.inputs.grads[i], None)
+        return start, middle, self.clock.mark()
+
+    def workspace(self) -> int:
+        def forward() -> tuple[Operands, Tensor]:
+            (x,) = self.arguments(0)
+            return x, self.contestant.call(self.inputs.case, x, False)[0]
+
+        def backward(x: Operands, o: Tensor) -> Gradients:
+            return gradients(x, o, None, self.inputs.grads[0], None)
+
+        grads, peak = self.clock.peak(forward, backward)
+        return max(0, peak - nbytes(grads))
+
+
+SAMPLERS: dict[str, Callable[[Contestant, Inputs, Clock], Sampler]] = {
+    "backward": BackwardSampler,
+    "autograd": AutogradSampler,
+}
+
+
+def calls_a_round(sampler: Sampler, timing: Timing, clock: Clock) -> int:
+    """Warms up, and fits the contestant's share of a round to what one call takes."""
+    for i in range(timing.warmup):
+        sampler.sample(i)
+    clock.wait()
+    start = time.perf_counter()
+    sampler.sample(0)
+    clock.wait()
+    one = time.perf_counter() - start
+    sampler.reset()
+    return min(MAX_CALLS, max(1, round(timing.seconds / timing.rounds / one)))
+
+
+def take_turns(samplers: dict[str, Sampler], calls: dict[str, int], timing: Timing, clock: Clock) -> None:
+    """Samples everyone in rounds, another first each round, so that drift of the machine meets all alike."""
+    names = list(samplers)
+    for turn in range(timing.rounds):
+        for name in names:
+            for i in range(calls[name]):
+                samplers[name].sample(turn * calls[name] + i)
+            clock.wait()
+        names = names[1:] + names[:1]

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Measures a grid on the CUDA device of this machine within one sitting: compiles ahead on all cores, then times.
+# Peers (fla, flash_qla) take part when they can be imported; what the limit cuts off, --resume goes on with.
+# Use: scripts/bench_h200.sh OUTDIR [CONFIG] [SECONDS] [further options of rewy bench]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=${1:?give a folder for the results}
+config=${2:-configs/h200.yaml}
+limit=${3:-540}
+
+# Cold starts are cold only with empty caches.
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
+export TRITON_CACHE_DIR=$cache/triton TILELANG_CACHE_DIR=$cache/tilelang
+
+PYTHONUNBUFFERED=1 python3 -m rewy bench "$config" --out "$out" --time-limit "$limit" --workers "$(nproc)" "${@:4}"

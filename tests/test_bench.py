@@ -1,0 +1,560 @@
+"""The benchmark harness on a CPU: who is timed, who is not and why, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("matplotlib")
+pytest.importorskip("yaml")
+
+from rewy.bench import harness, report, results, tables
+from rewy.bench.check import Oracle, check
+from rewy.bench.clock import DeviceClock, HostClock
+from rewy.bench.cold import ColdStarts
+from rewy.bench.config import Config, ModelGrid, ModelRun
+from rewy.bench.contestants import CONTESTANTS, Rewy, leaves
+from rewy.bench.results import FILE, Row, Spread
+from rewy.bench.workload import Case, nbytes
+from rewy.problem import Options, describe
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "title": "small",
+    "device": "cpu",
+    "dtype": "float32",
+    "levels": ["backward", "autograd"],
+    "operators": ["gated_delta_rule"],
+    "contestants": ["rewy", "rewy-conventional"],
+    "baseline": "rewy-conventional",
+    "shapes": [{"B": 1, "T": 100, "H": 1, "K": 16, "V": 16}],
+    "timing": {"warmup": 1, "rounds": 3, "seconds": 0.01},
+}
+
+
+def config(**changes: Any) -> Config:
+    return Config.model_validate(SMALL | changes)
+
+
+def run(path: Path, config: Config, **how: Any) -> tuple[harness.Outcome, list[Row]]:
+    outcome = harness.run(config, path, command="test", say=lambda line: None, **how)
+    return outcome, results.load(path).rows
+
+
+@dataclass(frozen=True)
+class Wrong(Rewy):
+    """Forgets a twentieth of dk."""
+
+    def prepare(self, case: Any, x: Any) -> Any:
+        backward = super().prepare(case, x)
+
+        def wrong(do: Any, dht: Any) -> Any:
+            grads = backward(do, dht)
+            return grads._replace(k=0.95 * grads.k)
+
+        return wrong
+
+
+@dataclass(frozen=True)
+class Slow(Rewy):
+    def prepare(self, case: Any, x: Any) -> Any:
+        backward = super().prepare(case, x)
+
+        def slow(do: Any, dht: Any) -> Any:
+            time.sleep(0.05)
+            return backward(do, dht)
+
+        return slow
+
+
+@dataclass(frozen=True)
+class Picky(Rewy):
+    def declines(self, case: Any) -> str | None:
+        return f"takes no {case.operator.title}"
+
+
+@dataclass(frozen=True)
+class Raising(Rewy):
+    def prepare(self, case: Any, x: Any) -> Any:
+        raise RuntimeError("no such kernel\nand a long story")
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONTESTANTS, "wrong", Wrong())
+    monkeypatch.setitem(CONTESTANTS, "slow", Slow())
+    monkeypatch.setitem(CONTESTANTS, "raising", Raising())
+    monkeypatch.setitem(CONTESTANTS, "picky", Picky())
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test looks at what is measured here; the others need not wait for it."""
+    found = {"copy_bytes_per_s": 1e10, "matmul_flops_per_s": 1e11}
+    monkeypatch.setattr(harness, "ceilings", lambda clock, dtype: found)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> results.Results:
+    """One small run that several tests read."""
+    path = tmp_path_factory.mktemp("small") / FILE
+    both = config(operators=["delta_rule", "gated_delta_rule", "kda", "gdn2"], levels=["autograd"])
+    harness.run(both, path, command="test", say=lambda line: None)
+    return results.load(path)
+
+
+def test_every_row_has_its_figures(measured: results.Results) -> None:
+    assert [row.status for row in measured.rows] == ["ok"] * 8
+    for row in measured.rows:
+        assert row.time and row.forward and row.time.q1 <= row.time.median <= row.time.q3
+        assert row.time.n >= 3
+        assert row.workspace and row.workspace > 0
+        assert row.cold_s and row.floor_bytes and row.floor_flops
+        assert 0 < max(row.errors.values()) < 1e-5
+        assert all(0 < share < 1.5 for share in tables.shares(row, measured))
+    assert measured.header["schema"] == results.SCHEMA
+    assert {"machine", "versions", "commit", "command", "config"} <= measured.header.keys()
+    assert 1e8 < measured.header["ceilings"]["copy_bytes_per_s"] < 1e13
+    assert 1e8 < measured.header["ceilings"]["matmul_flops_per_s"] < 1e16
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_wrong_contestant_is_not_timed_and_a_slow_one_ranks_last(tmp_path: Path) -> None:
+    names = ["rewy", "wrong", "slow", "raising", "rewy-conventional", "fla", "picky"]
+    _, rows = run(tmp_path / FILE, config(contestants=names, levels=["backward"]))
+    found = {row.contestant: row for row in rows}
+    assert found["wrong"].status == "wrong" and found["wrong"].time is None
+    assert "relative error dk 5.0e-02 > " in found["wrong"].reason
+    assert found["raising"].status == "failed"
+    assert found["raising"].reason == "RuntimeError: no such kernel"
+    assert found["fla"].status == "absent" and "runs on cuda and npu, not on cpu" in found["fla"].reason
+    assert (found["picky"].status, found["picky"].reason) == ("declined", "takes no GDN")
+    timed = {name: row.time.median for name, row in found.items() if row.time}
+    assert max(timed, key=lambda name: timed[name]) == "slow" and timed["slow"] >= 50
+    assert set(timed) == {"rewy", "slow", "rewy-conventional"}
+    page = tables.report([results.load(tmp_path / FILE)])
+    assert "- wrong: wrong (everywhere): relative error dk" in page
+    assert "| GDN | 1×100 H1 K16 |" in page
+
+
+def test_a_contestant_that_tunes_meets_the_real_size_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[int] = []
+
+    class Tuning(Rewy):
+        tunes = True
+
+        def call(self, case: Any, x: Any, final_state: bool) -> Any:
+            met.append(case.T)
+            return super().call(case, x, final_state)
+
+    monkeypatch.setitem(CONTESTANTS, "tuning", Tuning())
+    shapes = [{"T": T, "H": 1, "K": 16, "V": 16} for T in (300, 400)]
+    _, rows = run(tmp_path / FILE, config(contestants=["tuning"], baseline="tuning", shapes=shapes))
+    assert [row.status for row in rows] == ["ok"] * 4
+    assert met[0] == 300 and min(met) == 176
+    assert met.index(400) > met.index(176)  # one kind of case, tuned once
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_same_contestant_twice_takes_the_same_time(tmp_path: Path) -> None:
+    # Asleep most of the time, so that other work on this machine hardly counts.
+    twice = config(contestants=["slow", "slow#2"], baseline="slow", levels=["backward"])
+    _, rows = run(tmp_path / FILE, twice)
+    factor = tables.speedup(rows[1], rows[0])
+    assert factor and 0.8 < factor < 1.25
+
+
+@pytest.mark.parametrize("operator", ["delta_rule", "gated_delta_rule", "kda", "gdn2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_adaptors_agree_with_the_recurrence_at_both_levels(operator: str, packed: bool) -> None:
+    size = {"lengths": [60, 43]} if packed else {"B": 2, "T": 70}
+    shape = size | {"H": 1, "HV": 2, "K": 16, "V": 24}
+    chosen = config(shapes=[shape], chunk_size=32, initial_state=True)
+    case = Case.of(chosen, operator, chosen.shapes[0], CPU)
+    oracle = Oracle.of(case, seed=0)
+    assert "dh0" in oracle.exact
+    for name in ("rewy", "rewy-conventional", "reference-autograd"):
+        for level in ("backward", "autograd"):
+            verdict = check(name, level, oracle, HostClock())
+            assert (verdict.status, verdict.reason) == ("ok", "")
+            assert verdict.bytes_per_token > 0
+
+
+@pytest.mark.parametrize("operator", ["delta_rule", "gated_delta_rule", "kda", "gdn2"])
+def test_a_case_knows_its_problem_and_its_bytes(operator: str) -> None:
+    chosen = config(shapes=[{"lengths": [60, 43], "H": 1, "HV": 2, "K": 16, "V": 24}], initial_state=True)
+    case = Case.of(chosen, operator, chosen.shapes[0], CPU)
+    x, do = case.operands(seed=1), case.output_gradient(seed=2)
+    options = Options(case.scale, 64, True, "rewy")
+    assert case.problem(options) == describe(x, options)
+    assert case.floor_bytes == 2 * nbytes(x._replace(cu_seqlens=None, cu_seqlens_cpu=None)) + do.nbytes
+    assert torch.equal(case.operands(1).q, x.q) and not torch.equal(case.operands(3).q, x.q)
+    assert (leaves(x).q.requires_grad, leaves(x).cu_seqlens) == (True, x.cu_seqlens)
+
+
+def test_flops_count_chunks_of_every_sequence() -> None:
+    chosen = config(shapes=[{"lengths": [60, 70], "H": 1, "K": 16, "V": 16}])
+    case = Case.of(chosen, "kda", chosen.shapes[0], CPU)
+    one = 2 * (8 * 64 * 16 * 16 + 10 * 64 * 64 * 16)
+    assert case.floor_flops == 3 * one  # 60 tokens are one chunk, 70 are two
+
+
+def test_what_does_not_fit_is_skipped_with_the_estimate(tmp_path: Path) -> None:
+    class Crowded(HostClock):
+        def free(self) -> int:
+            return 3 * 400 * 464  # three times the 464 bytes a token that the smaller case must move
+
+        def cache_bytes(self) -> int:
+            return 0
+
+    huge = {"B": 4096, "T": 4096, "H": 2, "K": 16, "V": 16}
+    middle = {"B": 1, "T": 400, "H": 1, "K": 16, "V": 16}
+    chosen = config(shapes=[huge, middle], levels=["autograd"])
+    crowded = harness.Harness(chosen, Crowded(), ColdStarts())
+    rows = [row for point in harness.plan(chosen) for row in crowded.measure(point)]
+    assert [row.status for row in rows] == ["skipped"] * 4
+    assert [row.reason for row in rows[:2]] == ["inputs need about 29.00 GiB, 0.5 MiB are free"] * 2
+    assert all(re.fullmatch(r"needs about \d\.\d MiB, 0\.5 MiB are free", row.reason) for row in rows[2:])
+
+
+def test_out_of_memory_is_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(Rewy):
+        def call(self, case: Any, x: Any, final_state: bool) -> Any:
+            if case.T > 200:
+                raise torch.OutOfMemoryError("tried to allocate too much")
+            return super().call(case, x, final_state)
+
+    monkeypatch.setitem(CONTESTANTS, "full", Full())
+    shape = {"T": 300, "H": 1, "K": 16, "V": 16}
+    _, rows = run(
+        tmp_path / FILE,
+        config(contestants=["full", "rewy"], baseline="rewy", shapes=[shape], levels=["autograd"]),
+    )
+    assert [row.status for row in rows] == ["skipped", "ok"]
+    assert rows[0].reason == "out of memory: tried to allocate too much"
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_broken_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(self: HostClock) -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostClock, "wait", wait)
+        outcome, rows = run(tmp_path / FILE, config(contestants=["raising", "rewy"], baseline="rewy"))
+    assert (
+        outcome.stopped == "stopped by RuntimeError: raising broke the device: RuntimeError: no such kernel"
+    )
+    assert (outcome.finished, rows) == (0, [])
+
+
+class Interrupting:
+    """Stands in for `Harness.measure`: a KeyboardInterrupt at the given call."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.original = harness.Harness.measure
+
+    def __call__(self, this: harness.Harness, point: harness.Point) -> list[Row]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.original(this, point)
+
+
+def test_an_interrupted_run_keeps_finished_points_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / FILE
+    stop = Interrupting(at=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.Harness, "measure", lambda this, point: stop(this, point))
+        outcome, rows = run(path, config())
+    assert (outcome.finished, outcome.total, outcome.stopped) == (1, 2, "interrupted")
+    assert [row.level for row in rows] == ["backward"] * 2
+    kept = path.read_text()
+    half = replace(rows[0], level="autograd", status="skipped")
+    results.append(path, [half])
+    with path.open("a") as file:
+        file.write('{"kind": "row", "level": "auto')  # what an abrupt end leaves of a point
+    with pytest.raises(ValueError, match=r"results\.jsonl:5: cut off here"):
+        results.load(path)
+    outcome, rows = run(path, config(), resume=True)
+    assert (outcome.finished, outcome.stopped) == (2, "")
+    assert [row.level for row in rows] == ["backward"] * 2 + ["autograd"] * 2
+    assert [row.status for row in rows] == ["ok"] * 4
+    assert path.read_text().startswith(kept)
+    assert run(path, config(), resume=True)[1] == rows
+
+
+def test_a_time_limit_stops_between_points(tmp_path: Path) -> None:
+    outcome, rows = run(tmp_path / FILE, config(), deadline=time.monotonic() - 1)
+    assert (outcome.finished, outcome.stopped, rows) == (0, "time limit reached", [])
+
+
+def test_resume_refuses_another_run(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    run(path, config(), deadline=time.monotonic() - 1)
+    with pytest.raises(ValueError, match=r"made with another config: seed was 0, is 1"):
+        run(path, config(seed=1), resume=True)
+    lines = path.read_text().splitlines()
+    header = json.loads(lines[0])
+    header["versions"]["torch"] = "0.0"
+    path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(ValueError, match=r"another versions: torch was '0\.0', is "):
+        run(path, config(), resume=True)
+
+
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    run(path, config(), deadline=time.monotonic() - 1)
+    with pytest.raises(FileExistsError):
+        run(path, config())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h | {"schema": 99}, r"has schema version 99; this version of rewy reads 1"),
+        (lambda h: h | {"kind": "row"}, r":1: not a results file"),
+        (lambda h: [h], r":1: not a JSON object"),
+    ],
+)
+def test_foreign_files_are_refused(
+    measured: results.Results, tmp_path: Path, change: Any, message: str
+) -> None:
+    (tmp_path / FILE).write_text(json.dumps(change(measured.header)) + "\n")
+    with pytest.raises(ValueError, match=message):
+        results.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r":2: not JSON"),
+        ('{"kind": "row", "level": "backward"}', r":2: .*missing 4 required"),
+        ('{"kind": "row", "level": "a", "operator": "b", "shape": "c", "contestant": "d", "status": "fine"}',
+         r":2: status must be one of ok, wrong, absent, declined, skipped, failed, got 'fine'"),
+        ('{"kind": "column"}', r":2: not a row"),
+    ],
+)  # fmt: skip
+def test_broken_rows_are_named(measured: results.Results, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / FILE).write_text(json.dumps(measured.header) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        results.load(tmp_path)
+
+
+def test_rows_survive_the_file(measured: results.Results, tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    results.create(path, measured.header)
+    results.append(path, measured.rows)
+    assert results.load(path).rows == measured.rows
+
+
+def test_host_memory_is_the_allocators() -> None:
+    def call(a: torch.Tensor) -> torch.Tensor:
+        b = a + 1  # 4 MB
+        c = b * 2  # 4 MB more, the peak
+        del b
+        return c.sum()
+
+    _, peak = HostClock().peak(lambda: (torch.zeros(1 << 20),), call)
+    assert 8 << 20 <= peak < (8 << 20) + 4096
+
+
+class FakeDevice:
+    """What torch.cuda and torch.npu have in common, computed on the host."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, later: FakeDevice.Event) -> float:
+            assert FakeDevice.waited
+            return (later.at - self.at) * 1e3
+
+    waited = True
+
+    def synchronize(self) -> None:
+        FakeDevice.waited = True
+
+    def memory_allocated(self) -> int:
+        return 1 << 20
+
+    def max_memory_allocated(self) -> int:
+        return 3 << 20
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def get_device_properties(self, device: torch.device) -> object:
+        return object()
+
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+
+def test_the_device_clock_measures_through_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: FakeDevice())
+    chosen = config()
+    rows = [
+        row
+        for point in harness.plan(chosen)
+        for row in harness.Harness(chosen, DeviceClock(CPU), ColdStarts()).measure(point)
+    ]
+    assert [row.status for row in rows] == ["ok"] * 4
+    grads = 4 * 100 * (3 * 16 + 2)
+    for row in rows:
+        assert row.time and row.host_ms and row.host_ms >= 0.9 * row.time.q1
+        assert row.workspace == (2 << 20) - grads
+
+
+def test_spread_of_one_and_of_many() -> None:
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 1)
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
+
+
+def row(contestant: str, ms: float | None, operator: str = "kda", shape: str = "1×64 H1 K16") -> Row:
+    status = "ok" if ms else "declined"
+    time = Spread(ms, ms, ms, 1) if ms else None
+    return Row("backward", operator, shape, contestant, status, "" if ms else "too small", time)
+
+
+def test_tables_compute_speedups_and_geometric_means(measured: results.Results) -> None:
+    rows = [
+        row("rewy-conventional", 8.0), row("rewy", 2.0),
+        row("rewy-conventional", 9.0, shape="b"), row("rewy", 9.0, shape="b"),
+        row("rewy-conventional", 9.0, shape="c"), row("rewy", None, shape="c"),
+    ]  # fmt: skip
+    table = tables.time_table([replace(measured, rows=rows)], "backward")
+    assert table.splitlines() == [
+        "| operator | shape | rewy-conventional (baseline) | rewy |",
+        "| --- | --- | ---: | ---: |",
+        "| KDA | 1×64 H1 K16 | 8.00 ms | 2.00 ms (4.00×) |",
+        "| KDA | b | 9.00 ms | 9.00 ms (1.00×) |",
+        "| KDA | c | 9.00 ms | declined |",
+        "| KDA | **geometric mean** |  | **2.00×** |",
+    ]
+    assert tables.reasons([replace(measured, rows=rows)], "backward") == "- rewy: declined (KDA c): too small"
+
+
+def test_compare_shows_both_and_what_only_one_has(measured: results.Results) -> None:
+    a = replace(measured, rows=[row("rewy", 4.0), row("rewy", 3.0, shape="b")])
+    b = replace(measured, rows=[row("rewy", 2.0), row("rewy", 3.0, operator="gdn2")])
+    text = tables.compare(a, b)
+    assert "| backward | KDA | 1×64 H1 K16 | rewy | 4.00 (4.00–4.00) | 2.00 (2.00–2.00) | 2.00× |" in text
+    assert "Only in A:\n- backward · kda · b · rewy" in text
+    assert "Only in B:\n- backward · gdn2 · 1×64 H1 K16 · rewy" in text
+
+
+def test_csv_has_a_line_a_row(measured: results.Results) -> None:
+    lines = tables.to_csv(measured).splitlines()
+    assert len(lines) == 9
+    first = dict(zip(lines[0].split(","), lines[1].split(","), strict=True))
+    assert first["contestant"] == "rewy" and float(first["ms"]) > 0 and 0 < float(first["copy_share"]) < 1.5
+
+
+def test_plots_are_pictures(measured: results.Results, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    many = [replace(r, shape=s) for s in (measured.rows[0].shape, "b", "c") for r in measured.rows]
+    for rows in (measured.rows, many):
+        written = report.draw([replace(measured, rows=rows)], folder)
+        assert [p.name for p in written] == ["autograd.png"]
+        assert written[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_markers_are_filled_and_kept(measured: results.Results) -> None:
+    found = {"small": measured}
+    text = "before\n<!-- rewy:report small autograd -->\nold\n<!-- /rewy:report -->\nafter\n"
+    filled = report.rebuilt(text, found, "README.md")
+    assert tables.time_table([measured], "autograd") in filled
+    assert filled.startswith("before\n<!-- rewy:report small autograd -->\n") and filled.endswith(
+        "-->\nafter\n"
+    )
+    assert report.rebuilt(filled, found, "README.md") == filled
+    assert tables.machine_note([measured]) in report.rebuilt(
+        text.replace(" autograd", ""), found, "README.md"
+    )
+    for view in tables.VIEWS:
+        report.rebuilt(text.replace("autograd -->", f"autograd {view} -->"), found, "README.md")
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("big autograd", r"README\.md:2: unknown result set 'big'; known: small"),
+        ("small forward", r"README\.md:2: unknown level 'forward'; known: backward, autograd, model"),
+        ("small autograd colour", r"README\.md:2: unknown view 'colour'; known: time, memory"),
+        (
+            "small autograd time now",
+            r"README\.md:2: a marker reads SETS \[LEVEL \[VIEW\]\], got 'small autog",
+        ),
+    ],
+)
+def test_bad_markers_are_named(measured: results.Results, marker: str, message: str) -> None:
+    text = f"\n<!-- rewy:report {marker} -->\n<!-- /rewy:report -->\n"
+    with pytest.raises(ValueError, match=message):
+        report.rebuilt(text, {"small": measured}, "README.md")
+
+
+def test_an_open_marker_is_named(measured: results.Results) -> None:
+    with pytest.raises(ValueError, match=r"README\.md:1: the block has no <!-- /rewy:report -->"):
+        report.rebuilt("<!-- rewy:report small autograd -->\n", {"small": measured}, "README.md")
+
+
+def test_model_level_trains_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewy.bench import model
+
+    monkeypatch.setitem(model.SIZES, "30M", model.Layout(layers=2, heads=1))
+    grid = ModelGrid(runs=(ModelRun(size="30M", B=2, T=96),), steps=4, warmup=1, vocabulary=256)
+    chosen = config(levels=["model"], operators=["gdn2"], shapes=[], model=grid.model_dump())
+    _, rows = run(tmp_path / FILE, chosen)
+    assert [row.status for row in rows] == ["ok", "ok"], rows
+    ours, base = (row.model for row in rows)
+    assert ours and base
+    assert ours.parameters == base.parameters > 256 * 128
+    assert 0 < ours.operator_share < 1
+    assert ours.peak_bytes > 12 * ours.parameters
+    assert len(ours.losses) == 5 and ours.losses[-1] < ours.losses[0]
+    assert ours.losses == pytest.approx(base.losses, abs=1e-4)
+    page = tables.report([results.load(tmp_path / FILE)])
+    assert "| GDN2 | 30M 2×96 | rewy-conventional |" in page and "tokens/s" in page
+
+
+@pytest.mark.parametrize("size", ["30M", "130M", "370M", "1.3B"])
+def test_model_sizes_are_what_they_are_called(size: str) -> None:
+    from rewy.bench import model
+    from rewy.problem import OPERATORS
+
+    stated = float(size[:-1]) * (1e9 if size.endswith("B") else 1e6)
+    with torch.device("meta"):
+        decoder = model.Decoder(OPERATORS["gated_delta_rule"], model.SIZES[size], 32768, lambda x: x.v)
+    assert sum(p.numel() for p in decoder.parameters()) == pytest.approx(stated, rel=0.08)
+
+
+def test_compiling_ahead_reports_cold_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config(levels=["autograd"], contestants=["reference-autograd", "rewy"], baseline="rewy")
+    said: list[str] = []
+    cold = ColdStarts()
+    cold.compile_ahead(chosen, CPU, harness.plan(chosen), 1, None, said.append)
+    case = Case.of(chosen, "gated_delta_rule", chosen.shapes[0], CPU)
+    assert (
+        said[0] == "compiling 1 kinds of case in 1 processes"
+    )  # reference-autograd is plain torch: nothing to compile
+    assert cold.of("rewy", case, None) == cold.of("rewy", case, 1e9) > 0
+    assert cold.of("reference-autograd", case, 2.0) == cold.of("reference-autograd", case, 1.0) == 2.0
