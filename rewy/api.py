@@ -179,6 +179,8 @@ def _prepare(
 ) -> tuple[Problem, Operands, Options]:
     """The checked problem, its operands with all in-kernel options applied, and its options."""
     x = _under_autocast(x)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a name or None, got {type(backend).__name__}")
     options = Options(check_scale(scale, x.q), chunk_size, recompute, algebra)
     problem = describe(x, options)
     check_in_kernel(x, **flags._asdict())

@@ -112,8 +112,8 @@ class DeltaAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
-        x = Operands(*ctx.saved_tensors[:_N_OPERANDS])
-        kept = list(ctx.saved_tensors[_N_OPERANDS:])
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them when they are asked for
+        x, kept = Operands(*saved[:_N_OPERANDS]), list(saved[_N_OPERANDS:])
         if do is None:
             do = torch.zeros_like(x.v)
         grads = iter(torch.ops.rewy.backward(*x, *ctx.options, ctx.backend, kept, do, dht))

@@ -165,9 +165,9 @@ def describe(x: Operands, options: Options) -> Problem:
     """
     _check_tensors(x)
     _check_shapes(x)
-    if options.chunk_size not in CHUNK_SIZES:
+    if not isinstance(options.chunk_size, int) or options.chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {_or(CHUNK_SIZES)}, got {options.chunk_size!r}")
-    if options.algebra not in {a.value for a in Algebra}:
+    if options.algebra not in [a.value for a in Algebra]:
         raise ValueError(f"algebra must be one of {_or(a.value for a in Algebra)}, got {options.algebra!r}")
     if x.cu_seqlens is not None:
         _check_offsets(x)
@@ -314,6 +314,10 @@ def _check_offsets(x: Operands) -> None:
         _check_offset_values("cu_seqlens", cu.cpu(), T)
     if host is not None:
         _check_offset_values("cu_seqlens_cpu", host, T)
+        if cu.device.type == "cpu" and host.tolist() != cu.tolist():
+            raise ValueError(
+                f"cu_seqlens_cpu must hold cu_seqlens' offsets {cu.tolist()}, got {host.tolist()}"
+            )
 
 
 def _check_offset_values(name: str, cu: Tensor, T: int) -> None:
@@ -372,6 +376,8 @@ def check_in_kernel(
                 )
         if lower_bound is not None and not safe_gate:
             raise ValueError("lower_bound needs use_gate_in_kernel=True or safe_gate=True, got neither")
+    if lower_bound is not None and not isinstance(lower_bound, (int, float)):
+        raise TypeError(f"lower_bound must be a number in [-5, 0) or None, got {_type(lower_bound)}")
     if lower_bound is not None and not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound must be in [-5, 0), got {lower_bound!r}")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:

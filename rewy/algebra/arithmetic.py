@@ -31,6 +31,10 @@ class Arithmetic:
         """a @ b over the last two dimensions."""
         return self.rounded(a) @ self.rounded(b)
 
+    def mm_work(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of working matrices, which are not rounded: what gate gradients are differences of."""
+        return a @ b
+
     def rounded(self, a: Tensor) -> Tensor:
         return a if self.operand == self.work else a.to(self.operand).to(self.work)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rewy.algebra import chunked, conventional, prologue, rewy
 from rewy.algebra.arithmetic import Arithmetic
@@ -23,15 +23,15 @@ class AlgebraBackend:
 
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         o, final_state, kept = chunked.forward(problem, x, self.arithmetic(problem))
-        return o, final_state, kept[: 0 if not training else 1 if problem.recompute else 3]
+        kept = kept[: 0 if not training else 1 if problem.recompute else 3]
+        spare = _chunks(problem) - kept[0].shape[0] if kept else 0
+        return o, final_state, [F.pad(t, (0, 0, 0, 0, 0, 0, 0, spare)) if spare else t for t in kept]
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
         p = problem
-        # Packed sequences are cut into a number of chunks that only their offsets tell.
-        M = torch.library.get_ctx().new_dynamic_size() if p.varlen else p.B * (-(-p.T // p.chunk_size))
         T, S, U = (p.chunk_size, p.chunk_size), (p.K, p.V), (p.chunk_size, p.V)
         shapes = [T] if p.recompute else [T, S, U]
-        return [x.q.new_empty(M, p.HV, *shape, dtype=p.work_dtype) for shape in shapes]
+        return [x.q.new_empty(_chunks(p), p.HV, *shape, dtype=p.work_dtype) for shape in shapes]
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
@@ -41,3 +41,8 @@ class AlgebraBackend:
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         o, final_state = recurrence(x, problem.scale, problem.work_dtype)
         return o.to(problem.dtype), final_state
+
+
+def _chunks(p: Problem) -> int:
+    """Room for the chunks of any offsets, so that what is kept has a shape that needs no offset to be read."""
+    return p.T // p.chunk_size + p.N if p.varlen else p.B * (-(-p.T // p.chunk_size))

@@ -46,12 +46,13 @@ def backward(
     dht: Tensor | None,
     arithmetic: Arithmetic,
 ) -> Gradients:
-    """Gradients of every operand from what the forward kept: [T], or [T, S, U]."""
+    """Gradients of every operand from what the forward kept, [T] or [T, S, U], with or without spare chunks."""
     c = Chunks.of(problem, x, arithmetic)
-    mm, T, X, written = arithmetic.mm, kept[0], c.X, c.written
+    T, *states = (t[: len(c.k)] for t in kept)
+    mm, X, written = arithmetic.mm, c.X, c.written
     W = mm(T, X)
-    if len(kept) == 3:
-        S, U = kept[1:]
+    if states:
+        S, U = states
     else:
         updates = mm(T, written)
         S, U, _ = state_pass(c, c.initial(x), lambda i, S: updates[i] - mm(W[i], S))
@@ -90,11 +91,11 @@ class PairwisePairs(CentredPairs):
         super().__init__(arithmetic, G)
         self.size = min(BLOCK, G.shape[-2])
 
-    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         M, G, a, k = diagonal_blocks(M, self.size), *(blocks(t, self.size) for t in (self.G, a, k))
         da, dk = torch.zeros_like(a), torch.zeros_like(k)
         for j in range(self.size - 1):
             weight = M[..., j + 1 :, j, None] * self.exp(G[..., j + 1 :, :] - G[..., j : j + 1, :])
             da[..., j + 1 :, :] += weight * k[..., j : j + 1, :]
             dk[..., j, :] = (weight * a[..., j + 1 :, :]).sum(-2)
-        return da.flatten(-3, -2), dk.flatten(-3, -2), (a * da - k * dk).flatten(-3, -2)
+        return da.flatten(-3, -2), dk.flatten(-3, -2)

@@ -8,9 +8,9 @@ For rows a and columns k of one chunk (both [..,C,K]) a pair stage offers
         dk_j = Σ_{i>j} M_ij a_i ⊙ e^{G_i − G_j}
         dG   = a ⊙ da − k ⊙ dk, summed over channels for a scalar decay
 
-dG needs no product of its own. Each pair enters it twice with opposite signs, and dg sums it over tokens: the two
-cancel only when dG is formed from the very operands that were multiplied, after their rounding. Where those are a
-and k themselves dG is None, left to the caller to form with the other terms of its kind.
+dG needs no product of its own: where it is None the caller forms it with the other terms of its kind. Each pair
+enters it twice with opposite signs, and dg sums it over tokens: the two cancel only when what was multiplied was a and
+k themselves, so the products of `adjoint` round no operand.
 Diagonal pairs carry no decay; they are elementwise and stay with the caller.
 
 Every exponent that is formed is either ≤ 0 or within `Arithmetic.span`, so the result is right for any finite
@@ -44,7 +44,7 @@ class WeightedPairs:
     """Scalar decay (or none): one weight e^{G_i − G_j} per pair, applied to the finished product."""
 
     def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
-        self.mm = arithmetic.mm
+        self.mm, self.mm_work = arithmetic.mm, arithmetic.mm_work
         C = G.shape[-2]
         above = torch.ones(C, C, dtype=torch.bool, device=G.device).triu()
         self.weight = arithmetic.exp((G - G.mT).masked_fill(above, -torch.inf))
@@ -54,7 +54,7 @@ class WeightedPairs:
 
     def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         M = self.weight * M
-        return self.mm(M, k), self.mm(M.mT, a), None
+        return self.mm_work(M, k), self.mm_work(M.mT, a), None
 
 
 class CentredPairs:
@@ -66,7 +66,7 @@ class CentredPairs:
     """
 
     def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
-        self.mm, self.rounded, self.exp = arithmetic.mm, arithmetic.rounded, arithmetic.exp
+        self.mm, self.mm_work, self.exp = arithmetic.mm, arithmetic.mm_work, arithmetic.exp
         self.G = G
         self.size = centred_block(G.detach(), arithmetic.span)
 
@@ -82,26 +82,21 @@ class CentredPairs:
 
     def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.size > 1:
-            da, dk, dG = self._diagonal_adjoint(M, a, k)
+            da, dk = self._diagonal_adjoint(M, a, k)
         else:
-            da, dk, dG = torch.zeros_like(a), torch.zeros_like(k), torch.zeros_like(a)
+            da, dk = torch.zeros_like(a), torch.zeros_like(k)
         for m, rows, cols in self._squares():
             block = square(M, m)
-            late, early = self.rounded(later(a, m) * rows), self.rounded(earlier(k, m) * cols)
-            d_late, d_early = self.mm(block, early), self.mm(block.mT, late)
-            later(da, m).add_(rows * d_late)
-            earlier(dk, m).add_(cols * d_early)
-            later(dG, m).add_(late * d_late)
-            earlier(dG, m).sub_(early * d_early)
-        return da, dk, dG
+            later(da, m).add_(rows * self.mm_work(block, earlier(k, m) * cols))
+            earlier(dk, m).add_(cols * self.mm_work(block.mT, later(a, m) * rows))
+        return da, dk, None
 
-    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         rows, cols = self._centred()
         block = diagonal_blocks(M, self.size).tril(-1)
-        late, early = self.rounded(blocks(a, self.size) * rows), self.rounded(blocks(k, self.size) * cols)
-        d_late, d_early = self.mm(block, early), self.mm(block.mT, late)
-        dG = late * d_late - early * d_early
-        return (d_late * rows).flatten(-3, -2), (d_early * cols).flatten(-3, -2), dG.flatten(-3, -2)
+        da = self.mm_work(block, blocks(k, self.size) * cols) * rows
+        dk = self.mm_work(block.mT, blocks(a, self.size) * rows) * cols
+        return da.flatten(-3, -2), dk.flatten(-3, -2)
 
     def _centred(self) -> tuple[Tensor, Tensor]:
         G = blocks(self.G, self.size)

@@ -35,11 +35,11 @@ def backward(
     dht: Tensor | None,
     arithmetic: Arithmetic,
 ) -> Gradients:
-    """Gradients of every operand from what the forward kept: [T], or [T, S, U]."""
+    """Gradients of every operand from what the forward kept, [T] or [T, S, U], with or without spare chunks."""
     c = Chunks.of(problem, x, arithmetic)
     stage = c.pairs()
-    T = kept[0]
-    S, U = kept[1:] if len(kept) == 3 else state_pass(c, c.initial(x), solve_rewy(c, T))[:2]
+    T, *states = (t[: len(c.k)] for t in kept)
+    S, U = states or state_pass(c, c.initial(x), solve_rewy(c, T))[:2]
     X, dR = c.X, torch.empty_like(c.v)
 
     def through_wy(i: slice, dU: Tensor) -> Tensor:
