@@ -1,0 +1,78 @@
+"""The CUDA backend: the stages of the chunked forward and of the ReWY backward, one after the other.
+
+    forward    gates -> pairs -> state
+    backward   gates -> state (again, for S and U) -> reverse -> gradients
+
+A and T are kept between the two; S, U and the gated operands are formed again, which is cheaper than
+keeping them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rewy.backends.cuda import conventional, gates, gradients, pairs, state
+from rewy.backends.cuda.chunks import chunk_count, chunks_of
+from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
+from rewy.backends.cuda.step import step
+from rewy.problem import Algebra, Gradients, Operands, Problem
+
+
+class CudaBackend:
+    """Triton kernels for NVIDIA GPUs; `planner` chooses their tiles."""
+
+    name = "cuda"
+    fast_on = ("cuda",)
+
+    def __init__(self, planner: Callable[[Problem, Limits], Plan] = plan) -> None:
+        self.planner = planner
+
+    def unusable(self) -> str | None:
+        return None if torch.cuda.is_available() else "no CUDA device is available"
+
+    def supports(self, problem: Problem) -> tuple[bool, str]:
+        if problem.dtype is torch.float64:
+            return False, "the CUDA kernels compute in float32, float16 and bfloat16, not in float64"
+        if problem.algebra is Algebra.AUTOGRAD:
+            return False, "the CUDA kernels compute the rewy and the conventional backward, not autograd's"
+        if problem.device.type == "cuda" and limits_of(problem.device).capability < (8, 0):
+            return False, "the CUDA kernels need compute capability 8.0 or later"
+        return True, ""
+
+    def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
+        gated = gates.gated(problem, x, chunks, tiles.gates)
+        A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
+        o, ht = state.outputs(problem, x, gated, A, Ti, chunks, tiles.state)
+        return o, ht, [A, Ti] if training else []
+
+    def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
+        C = problem.chunk_size
+        return [x.q.new_empty(chunk_count(problem), problem.HV, C, C) for _ in range(2)]
+
+    def backward(
+        self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
+    ) -> Gradients:
+        x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
+        do = do.contiguous()
+        dht = None if dht is None else dht.contiguous()
+        A, Ti = kept
+        gated = gates.gated(problem, x, chunks, tiles.gates)
+        if problem.algebra is Algebra.CONVENTIONAL:
+            return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
+        s, u = state.states(problem, x, gated, Ti, chunks, tiles.state)
+        ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
+        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles.gradients)
+
+    def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+        return step(problem, _contiguous(x))
+
+    def _plan(self, problem: Problem) -> Plan:
+        return self.planner(problem, limits_of(problem.device))
+
+
+def _contiguous(x: Operands) -> Operands:
+    return Operands(*(None if t is None else t.contiguous() for t in x))  # type: ignore[arg-type]

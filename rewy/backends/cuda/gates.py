@@ -1,0 +1,177 @@
+"""What the gates do to q and k, once per call, so that the sequential passes meet no exponential.
+
+    G = cumsum of g in the chunk      X = b k e^G      K~ = k e^(Gl - G)      Q~ = scale q e^G
+
+Gates with one number per token scale whole rows: the passes then read q and k themselves and four numbers
+a row. A gate per channel has its products written out.
+
+A chunk's buffers have all C rows: past the end of a sequence g counts as 0 and q, k as zero, so the last
+row always holds Gl and no row needs a mask later.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rewy.backends.cuda.chunks import Chunks, chunk_rows
+from rewy.backends.cuda.launch import Launch
+from rewy.backends.cuda.plan import Tiles
+from rewy.problem import Gate, Operands, Problem
+
+# e^-110 is 0 in fp32. Flooring the gate there changes no result, and a token that forgets everything
+# leaves the digits of its neighbours' cumulative sums alone.
+FLOOR = tl.constexpr(-110.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def row_gates(
+    # inputs and outputs
+    g,
+    b,
+    f,
+    table,
+    # sizes
+    scale,
+    T,
+    HV,
+    # meta
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    NH = tl.cdiv(HV, BH)
+    i_c, i_b = tl.program_id(0) // NH, tl.program_id(0) % NH
+    start, rows = chunk_rows(table, i_c, T, BT)
+    if rows == 0:
+        return
+    o_t = tl.arange(0, BT)
+    o_h = i_b * BH + tl.arange(0, BH)
+    o_g = (start + o_t)[:, None] * HV + o_h[None, :]
+    m_g = (o_t < rows)[:, None] & (o_h < HV)[None, :]
+
+    b_b = tl.load(b + o_g, mask=m_g, other=0.0).to(tl.float32)
+    if g is None:
+        b_g = tl.zeros([BT, BH], dtype=tl.float32)
+    else:
+        b_g = tl.maximum(tl.load(g + o_g, mask=m_g, other=0.0).to(tl.float32), FLOOR)
+    b_G = tl.cumsum(b_g, 0)
+    b_Gl = tl.sum(b_g, 0)
+
+    p_f = f + (i_c.to(tl.int64) * HV + o_h)[None, :] * 4 * BT + o_t[:, None]
+    m_f = (o_h < HV)[None, :]
+    tl.store(p_f, b_G, mask=m_f)
+    tl.store(p_f + BT, b_b * tl.exp(b_G), mask=m_f)
+    tl.store(p_f + 2 * BT, tl.exp(b_Gl[None, :] - b_G), mask=m_f)
+    tl.store(p_f + 3 * BT, scale * tl.exp(b_G), mask=m_f)
+
+
+@triton.jit(do_not_specialize=["T"])
+def channel_gates(
+    # inputs and outputs
+    q,
+    k,
+    g,
+    b,
+    G,
+    x,
+    kt,
+    qt,
+    table,
+    # sizes
+    scale,
+    T,
+    H,
+    HV,
+    K: tl.constexpr,
+    # meta
+    CHANNEL_DECAY: tl.constexpr,
+    CHANNEL_ERASE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_ch = tl.program_id(0) // NK
+    i_c, i_hv = i_ch // HV, i_ch % HV
+    i_h = i_hv // (HV // H)
+    start, rows = chunk_rows(table, i_c, T, BT)
+    if rows == 0:
+        return
+    o_t = tl.arange(0, BT)
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_h = (start + o_t) * HV + i_hv
+    m_t = o_t < rows
+    m_tk = m_t[:, None] & (o_k < K)[None, :]
+
+    p_qk = ((start + o_t) * H + i_h)[:, None] * K + o_k[None, :]
+    b_q = tl.load(q + p_qk, mask=m_tk, other=0.0).to(tl.float32)
+    b_k = tl.load(k + p_qk, mask=m_tk, other=0.0).to(tl.float32)
+    if CHANNEL_ERASE:
+        b_b = tl.load(b + o_h[:, None] * K + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+    else:
+        b_b = tl.load(b + o_h, mask=m_t, other=0.0).to(tl.float32)[:, None]
+    if CHANNEL_DECAY:
+        b_g = tl.load(g + o_h[:, None] * K + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+    else:
+        b_g = tl.zeros([BT, BK], dtype=tl.float32)
+        if g is not None:
+            b_g += tl.load(g + o_h, mask=m_t, other=0.0).to(tl.float32)[:, None]
+    b_g = tl.maximum(b_g, FLOOR)
+    b_G = tl.cumsum(b_g, 0)
+    b_Gl = tl.sum(b_g, 0)
+    b_eG = tl.exp(b_G)
+
+    o_ck = i_ch.to(tl.int64) * BT * K + o_t[:, None] * K + o_k[None, :]
+    m_ck = (o_k < K)[None, :]
+    tl.store(G + o_ck, b_G, mask=m_ck)
+    tl.store(x + o_ck, (b_b * b_k * b_eG).to(x.dtype.element_ty), mask=m_ck)
+    tl.store(kt + o_ck, (b_k * tl.exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
+    tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)
+
+
+class Gated(NamedTuple):
+    """What the later stages read of q, k and their gates.
+
+    Rows: G holds (G, b e^G, e^(Gl - G), scale e^G) as [NC,HV,4,C], and x, kt are k itself, qt is q.
+    Channels: G [NC,HV,C,K] in fp32, and x, kt, qt [NC,HV,C,K] in q's dtype.
+    """
+
+    G: Tensor
+    x: Tensor
+    kt: Tensor
+    qt: Tensor
+
+
+def by_channel(problem: Problem) -> bool:
+    """Whether a gate on the key side has one number per channel."""
+    return Gate.CHANNEL in (problem.operator.decay, problem.operator.erase)
+
+
+def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
+    C, NC, HV, K = chunks.size, chunks.count, problem.HV, problem.K
+    args = dict(g=x.g, b=x.erase, table=chunks.table, scale=problem.scale, T=problem.T, HV=HV, BT=C)
+    if not by_channel(problem):
+        BH = min(16, triton.next_power_of_2(HV))
+        f = torch.empty(NC, HV, 4, C, dtype=torch.float32, device=x.q.device)
+        Launch(row_gates, grid=(NC * triton.cdiv(HV, BH),), args=args | dict(f=f, BH=BH)).run()
+        return Gated(f, x.k, x.k, x.q)
+    G = torch.empty(NC, HV, C, K, dtype=torch.float32, device=x.q.device)
+    out = Gated(G, *(torch.empty_like(G, dtype=problem.dtype) for _ in range(3)))
+    Launch(
+        channel_gates,
+        grid=(NC * HV * triton.cdiv(K, tiles.BK),),
+        args=args
+        | out._asdict()
+        | dict(q=x.q, k=x.k, H=problem.H, K=K, BK=tiles.BK)
+        | dict(
+            CHANNEL_DECAY=problem.operator.decay is Gate.CHANNEL,
+            CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,
+        ),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    ).run()
+    return out

@@ -1,0 +1,223 @@
+"""Pair scores of a chunk and the triangular inverse.
+
+    A_ij = scale sum_d q_id k_jd e^(G_id - G_jd)   i >= j
+    L_ij =       sum_d (b k)_id k_jd e^(G_id - G_jd)   i > j          T = (I + L)^-1
+
+A decay per channel enters through operands centred on a reference row c: the sum over d of
+(q e^(G - c))_i (k e^(c - G))_j is one matrix product. The chunk's middle row serves unless some gate is too
+far from it; then `centred` finds references that no g <= 0 can overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rewy.backends.cuda.chunks import Chunks, chunk_rows
+from rewy.backends.cuda.gates import Gated, by_channel
+from rewy.backends.cuda.launch import Launch
+from rewy.backends.cuda.plan import Tiles
+from rewy.problem import Gate, Operands, Problem
+
+
+@triton.jit
+def is_far(p_G, m_k, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+    """Whether some channel's gate is further than LIMIT from its value in the chunk's middle row.
+
+    G never grows, so its first and last rows are the furthest.
+    """
+    b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)
+    b_first = tl.load(p_G, mask=m_k, other=0.0)
+    b_last = tl.load(p_G + (BT - 1) * K, mask=m_k, other=0.0)
+    return tl.max(tl.maximum(tl.abs(b_first - b_c), tl.abs(b_last - b_c)), 0) > LIMIT
+
+
+@triton.jit
+def centred(p_G, b_G, m_k, i_s, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+    """Decays to and from the middle row c of each block of `i_s` rows.
+
+    Returns (e^(G - c), e^(c - G), mask of pairs in one block, size of the blocks left to do). Where a
+    channel's gate is further than LIMIT from its middle row, only pairs across the middle are served: rows
+    from it on keep e^(G - c), rows before it e^(c - G), neither exponent positive, the rest is 0. The blocks
+    are then to be halved, down to one row, which always fits and leaves nothing.
+    """
+    o_t = tl.arange(0, BT)
+    i_m = (o_t // i_s) * i_s + i_s // 2
+    b_d = b_G - tl.load(p_G[None, :] + i_m[:, None] * K, mask=m_k[None, :], other=0.0)
+    far = (tl.max(tl.max(tl.abs(b_d), 1), 0) > LIMIT).to(tl.int32)
+    b_p = tl.exp(tl.where((o_t >= i_m * far)[:, None], b_d, -float("inf")))
+    b_n = tl.exp(tl.where((o_t < i_m + BT * (1 - far))[:, None], -b_d, -float("inf")))
+    return b_p, b_n, i_m[:, None] == i_m[None, :], far * (i_s // 2)
+
+
+@triton.jit
+def scores_between(
+    b_a, b_b, p_G, b_G, m_k,
+    FAR: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """sum_d a_id b_jd e^(G_id - G_jd) for i >= j, anything finite above the diagonal."""
+    if FAR:
+        o_t = tl.arange(0, BT)
+        b_S = tl.zeros([BT, BT], dtype=tl.float32)
+        i_s = BT
+        while i_s > 0:
+            b_p, b_n, m_block, i_s = centred(p_G, b_G, m_k, i_s, LIMIT, K, BT)
+            b_ap, b_bn = (b_a * b_p).to(b_b.dtype), (b_b * b_n).to(b_b.dtype)
+            b_x = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+            b_S += tl.where(m_block & (o_t[:, None] >= o_t[None, :]), b_x, 0.0)
+    else:
+        b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
+        b_ap, b_bn = (b_a * tl.exp(b_G - b_c)).to(b_b.dtype), (b_b * tl.exp(b_c - b_G)).to(b_b.dtype)
+        b_S = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+    return b_S
+
+
+@triton.jit
+def dot_split(b_a, b_b, dtype: tl.constexpr):
+    """A product of fp32 tiles, in fp32 or from the leading and the following digits of a 16-bit type."""
+    if dtype == tl.float32:
+        return tl.dot(b_a, b_b, input_precision="ieee")
+    b_ah, b_bh = b_a.to(dtype), b_b.to(dtype)
+    b_al, b_bl = (b_a - b_ah).to(dtype), (b_b - b_bh).to(dtype)
+    return tl.dot(b_ah, b_bh, tl.dot(b_ah, b_bl, tl.dot(b_al, b_bh)))
+
+
+@triton.jit
+def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
+    """(I + L)^-1 of a strictly lower L: from blocks of 2 rows, joined pairwise up to BT.
+
+    [[a, 0], [l, c]]^-1 = [[A, 0], [-C l A, C]] with A, C the inverses of a, c: no power of L is ever formed.
+    """
+    o_t = tl.arange(0, BT)
+    m_2 = (o_t // 2)[:, None] == (o_t // 2)[None, :]
+    b_T = (o_t[:, None] == o_t[None, :]).to(tl.float32) - tl.where(m_2, b_L, 0.0)
+    i_s = 2
+    while i_s < BT:
+        o_i = o_t // i_s
+        m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i % 2 == 1)[:, None]
+        b_T -= dot_split(dot_split(b_T, tl.where(m_l, b_L, 0.0), dtype), b_T, dtype)
+        i_s *= 2
+    return b_T
+
+
+@triton.jit(do_not_specialize=["T"])
+def pair_scores(
+    # inputs and outputs
+    q,
+    k,
+    b,
+    G,
+    A,
+    Ti,
+    table,
+    # sizes
+    scale,
+    T,
+    H,
+    HV,
+    K: tl.constexpr,
+    # meta
+    BY_CHANNEL: tl.constexpr,
+    CHANNEL_ERASE: tl.constexpr,
+    FAR: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    i_ch = tl.program_id(0)
+    i_c, i_hv = i_ch // HV, i_ch % HV
+    i_h = i_hv // (HV // H)
+    start, rows = chunk_rows(table, i_c, T, BT)
+    if rows == 0:
+        return
+    KP: tl.constexpr = triton.next_power_of_2(K)
+    i_ch = i_ch.to(tl.int64)
+    if BY_CHANNEL:
+        o_K = tl.arange(0, KP)
+        if is_far(G + i_ch * BT * K + o_K, o_K < K, LIMIT, K, BT) != FAR:
+            return
+    o_t = tl.arange(0, BT)
+    m_t = o_t < rows
+    o_h = (start + o_t) * HV + i_hv
+    if not CHANNEL_ERASE:
+        b_b = tl.load(b + o_h, mask=m_t, other=0.0).to(tl.float32)[:, None]
+
+    b_A = tl.zeros([BT, BT], dtype=tl.float32)
+    b_L = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = o_k < K
+        m_tk = m_t[:, None] & m_k[None, :]
+        p_qk = ((start + o_t) * H + i_h)[:, None] * K + o_k[None, :]
+        b_q = tl.load(q + p_qk, mask=m_tk, other=0.0)
+        b_k = tl.load(k + p_qk, mask=m_tk, other=0.0)
+        if BY_CHANNEL:
+            if CHANNEL_ERASE:
+                b_b = tl.load(b + o_h[:, None] * K + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
+            p_G = G + i_ch * BT * K + o_k
+            b_G = tl.load(p_G[None, :] + o_t[:, None] * K, mask=m_k[None, :], other=0.0)
+            b_A += scores_between(b_q, b_k, p_G, b_G, m_k, FAR, LIMIT, PRECISION, K, BT)
+            b_L += scores_between(b_b * b_k, b_k, p_G, b_G, m_k, FAR, LIMIT, PRECISION, K, BT)
+        else:
+            b_A = tl.dot(b_q, tl.trans(b_k), b_A, input_precision=PRECISION)
+            b_L = tl.dot(b_k, tl.trans(b_k), b_L, input_precision=PRECISION)
+    if not BY_CHANNEL:
+        b_G = tl.load(G + i_ch * 4 * BT + o_t)
+        b_D = tl.exp(tl.where(o_t[:, None] >= o_t[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
+        b_A *= b_D
+        b_L *= b_D * b_b
+    b_A = tl.where(o_t[:, None] >= o_t[None, :], scale * b_A, 0.0)
+    b_L = tl.where(o_t[:, None] > o_t[None, :], b_L, 0.0)
+
+    o_c = i_ch * BT * BT + o_t[:, None] * BT + o_t[None, :]
+    tl.store(A + o_c, b_A.to(A.dtype.element_ty))
+    tl.store(Ti + o_c, unit_lower_inverse(b_L, Ti.dtype.element_ty, BT).to(Ti.dtype.element_ty))
+
+
+def precision(problem: Problem) -> str:
+    """Of products of the inputs' own dtype: true fp32 for fp32."""
+    return "ieee" if problem.dtype is torch.float32 else "tf32"
+
+
+def exponent_limit(problem: Problem) -> float:
+    """How far a centred operand may reach: e^60 is far inside bf16 and fp32, e^8 inside fp16."""
+    return 8.0 if problem.dtype is torch.float16 else 60.0
+
+
+def reaches(problem: Problem) -> tuple[bool, ...]:
+    """The launches of a kernel that centres gates: one for chunks within the exponent limit, one for the rest.
+
+    Each leaves the other's chunks at once. The general form would cost the usual one its registers.
+    """
+    return (False, True) if by_channel(problem) else (False,)
+
+
+def scores(
+    problem: Problem, x: Operands, gated: Gated, chunks: Chunks, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """A and T of every chunk, [NC,HV,C,C] in q's dtype."""
+    C = chunks.size
+    A = x.q.new_empty(chunks.count, problem.HV, C, C)
+    Ti = torch.empty_like(A)
+    for far in reaches(problem):
+        Launch(
+            pair_scores,
+            grid=(chunks.count * problem.HV,),
+            args=dict(
+                q=x.q, k=x.k, b=x.erase, G=gated.G, A=A, Ti=Ti, table=chunks.table,
+                scale=problem.scale, T=problem.T, H=problem.H, HV=problem.HV, K=problem.K,
+                BY_CHANNEL=by_channel(problem),
+                CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,
+                FAR=far,
+                LIMIT=exponent_limit(problem),
+                PRECISION=precision(problem),
+                BT=C,
+                BK=tiles.BK,
+            ),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        ).run()  # fmt: skip
+    return A, Ti

@@ -1,0 +1,290 @@
+"""The two sequential passes: the state forward, its gradient backward. Neither forms W.
+
+    forward:  R = w v - X S      U = T R          o = Q~ S + A U       S+ = e^Gl S + K~^T U
+    reverse:  dU = A^T do + K~ dS+                 dR = T^T dU          dS = e^Gl dS+ + Q~^T do - X^T dR
+
+One program walks one sequence with one head's slice of BV value channels; slices never meet. R is formed in
+fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rewy.backends.cuda.chunks import Chunks, sequence_chunks
+from rewy.backends.cuda.gates import Gated, by_channel
+from rewy.backends.cuda.launch import Launch
+from rewy.backends.cuda.pairs import precision
+from rewy.backends.cuda.plan import Tiles
+from rewy.problem import Operands, Problem
+
+
+@triton.jit
+def key_tile(
+    p, i_ch, i_t, o_t, o_k, m_t, i_h, H, K: tl.constexpr, BY_CHANNEL: tl.constexpr, BT: tl.constexpr
+):
+    """A chunk's rows of X, K~ or Q~: written out by channel, else k or q [B,T,H,K] itself."""
+    m_k = (o_k < K)[None, :]
+    if BY_CHANNEL:
+        b_k = tl.load(p + i_ch * BT * K + (o_t[:, None] * K + o_k[None, :]), mask=m_k, other=0.0)
+    else:
+        o_h = o_t[:, None] * (H * K) + o_k[None, :]
+        b_k = tl.load(p + (i_t * H + i_h) * K + o_h, mask=m_t[:, None] & m_k, other=0.0)
+    return b_k
+
+
+@triton.jit
+def decays(G, i_ch, o_t, o_k, K: tl.constexpr, BY_CHANNEL: tl.constexpr, BT: tl.constexpr):
+    """What scales a chunk: rows of X, of K~, of Q~ (all 1 by channel), and Gl [BK,1] or a number."""
+    if BY_CHANNEL:
+        f_x, f_k, f_q = 1.0, 1.0, 1.0
+        b_Gl = tl.load(G + i_ch * BT * K + (BT - 1) * K + o_k, mask=o_k < K, other=0.0)[:, None]
+    else:
+        p_f = G + i_ch * 4 * BT
+        f_x = tl.load(p_f + BT + o_t)[:, None]
+        f_k = tl.load(p_f + 2 * BT + o_t)[:, None]
+        f_q = tl.load(p_f + 3 * BT + o_t)[:, None]
+        b_Gl = tl.load(p_f + BT - 1)
+    return f_x, f_k, f_q, b_Gl
+
+
+@triton.jit
+def values(v, b, w, i_t, o_t, o_v, m_t, i_hv, HV, V: tl.constexpr):
+    """A chunk's rows of v and its write gate, as they lie in memory."""
+    o_vt = o_t[:, None] * (HV * V) + o_v[None, :]
+    m_vt = m_t[:, None] & (o_v < V)[None, :]
+    b_v = tl.load(v + (i_t * HV + i_hv) * V + o_vt, mask=m_vt, other=0.0)
+    if w is None:
+        b_w = tl.load(b + i_t * HV + i_hv + o_t * HV, mask=m_t, other=0.0)[:, None]
+    else:
+        b_w = tl.load(w + (i_t * HV + i_hv) * V + o_vt, mask=m_vt, other=0.0)
+    return b_v, b_w
+
+
+@triton.jit(do_not_specialize=["T"])
+def state_forward(
+    # inputs and outputs
+    x,
+    kt,
+    qt,
+    v,
+    b,
+    w,
+    G,
+    A,
+    Ti,
+    h0,
+    s,
+    u,
+    o,
+    ht,
+    cu_seqlens,
+    first,
+    # sizes
+    T,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    # meta
+    BY_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_nh = tl.program_id(0) // NV
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_n, T, BT)
+    NT = tl.cdiv(length, BT)
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[None, :]
+    m_s = (o_k < K)[:, None] & m_v
+    o_s = o_k[:, None] * V + o_v[None, :]
+    o_u = o_t[:, None] * V + o_v[None, :]
+    o_c = o_t[:, None] * BT + o_t[None, :]
+    dtype = v.dtype.element_ty
+
+    if h0 is None:
+        b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        b_s = tl.load(h0 + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+    # What no product takes from shared memory is loaded one chunk ahead.
+    m_t = o_t < length
+    b_vn, b_wn = values(v, b, w, bos, o_t, o_v, m_t, i_hv, HV, V)
+    f_xn, f_kn, f_qn, Gln = decays(G, i_c0.to(tl.int64) * HV + i_hv, o_t, o_k, K, BY_CHANNEL, BT)
+    for i in range(0, NT):
+        i_t = bos + i * BT
+        i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
+        m_t = o_t < length - i * BT
+        b_v, b_w, f_x, f_k, f_q, b_Gl = b_vn, b_wn, f_xn, f_kn, f_qn, Gln
+        b_vn, b_wn = values(v, b, w, i_t + BT, o_t, o_v, o_t < length - (i + 1) * BT, i_hv, HV, V)
+        i_cn = (i_c0 + tl.minimum(i + 1, NT - 1)).to(tl.int64) * HV + i_hv
+        f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+
+        b_x = key_tile(x, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+        b_T = tl.load(Ti + i_ch * BT * BT + o_c)
+        b_sd = b_s.to(dtype)
+        b_r = f_x * tl.dot(b_x, b_sd, input_precision=PRECISION)
+        b_r = b_w.to(tl.float32) * b_v.to(tl.float32) - b_r
+        b_u = tl.dot(b_T, b_r.to(dtype), input_precision=PRECISION)
+        if s is not None:
+            tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
+            tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
+        if o is not None:
+            b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+            b_A = tl.load(A + i_ch * BT * BT + o_c)
+            b_o = f_q * tl.dot(b_q, b_sd, input_precision=PRECISION)
+            b_o = tl.dot(b_A, b_u.to(dtype), b_o, input_precision=PRECISION)
+            o_o = o_t[:, None] * (HV * V) + o_v[None, :]
+            tl.store(o + (i_t * HV + i_hv) * V + o_o, b_o.to(dtype), mask=m_t[:, None] & m_v)
+        if BY_CHANNEL:
+            b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+        else:
+            b_kt = b_x
+        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), tl.exp(b_Gl) * b_s, input_precision=PRECISION)
+    if ht is not None:
+        tl.store(ht + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["T"])
+def state_reverse(
+    # inputs and outputs
+    x,
+    kt,
+    qt,
+    do,
+    G,
+    A,
+    Ti,
+    dht,
+    ds,
+    dr,
+    dh0,
+    cu_seqlens,
+    first,
+    # sizes
+    T,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    # meta
+    BY_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_nh = tl.program_id(0) // NV
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_n, T, BT)
+    NT = tl.cdiv(length, BT)
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[None, :]
+    m_s = (o_k < K)[:, None] & m_v
+    o_s = o_k[:, None] * V + o_v[None, :]
+    o_u = o_t[:, None] * V + o_v[None, :]
+    o_c = o_t[:, None] * BT + o_t[None, :]
+    o_o = o_t[:, None] * (HV * V) + o_v[None, :]
+    dtype = do.dtype.element_ty
+
+    if dht is None:
+        b_ds = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        b_ds = tl.load(dht + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+    i_cn = (i_c0 + tl.maximum(NT - 1, 0)).to(tl.int64) * HV + i_hv
+    f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+    for j in range(0, NT):
+        i = NT - 1 - j
+        i_t = bos + i * BT
+        i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
+        m_t = o_t < length - i * BT
+        f_x, f_k, f_q, b_Gl = f_xn, f_kn, f_qn, Gln
+        i_cn = (i_c0 + tl.maximum(i - 1, 0)).to(tl.int64) * HV + i_hv
+        f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+
+        b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+        b_A = tl.load(A + i_ch * BT * BT + o_c)
+        b_T = tl.load(Ti + i_ch * BT * BT + o_c)
+        b_do = tl.load(do + (i_t * HV + i_hv) * V + o_o, mask=m_t[:, None] & m_v, other=0.0)
+        b_dsd = b_ds.to(dtype)
+        tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
+        b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
+        b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
+        b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
+        tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
+        b_ds *= tl.exp(b_Gl)
+        b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+        if BY_CHANNEL:
+            b_x = key_tile(x, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
+        else:
+            b_x = b_kt
+        b_ds = tl.dot(tl.trans(b_q), (f_q * b_do).to(dtype), b_ds, input_precision=PRECISION)
+        b_ds = tl.dot(tl.trans(b_x), (-f_x * b_dr).to(dtype), b_ds, input_precision=PRECISION)
+    if dh0 is not None:
+        tl.store(dh0 + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
+
+
+def _common(problem: Problem, gated: Gated, chunks: Chunks, tiles: Tiles) -> dict[str, object]:
+    return gated._asdict() | dict(
+        cu_seqlens=chunks.cu_seqlens, first=chunks.first,
+        T=problem.T, H=problem.H, HV=problem.HV, K=problem.K, V=problem.V,
+        BY_CHANNEL=by_channel(problem), PRECISION=precision(problem),
+        BT=chunks.size, BK=tiles.BK, BV=tiles.BV,
+    )  # fmt: skip
+
+
+def _launch(kernel: object, problem: Problem, args: dict[str, object], tiles: Tiles) -> None:
+    grid = (problem.N * problem.HV * triton.cdiv(problem.V, tiles.BV),)
+    Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
+
+
+def outputs(
+    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, chunks: Chunks, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """o [B,T,HV,V] and the final state [N,HV,K,V]."""
+    o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
+    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
+    args = dict(v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=None, u=None, o=o, ht=ht)
+    _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
+    return o, ht
+
+
+def states(
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
+    s = x.v.new_empty(chunks.count, problem.HV, problem.K, problem.V)
+    u = x.v.new_empty(chunks.count, problem.HV, chunks.size, problem.V)
+    args = dict(v=x.v, b=x.erase, w=x.write, A=None, Ti=Ti, h0=x.initial_state, s=s, u=u, o=None, ht=None)
+    _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
+    return s, u
+
+
+def reverse(
+    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
+    chunks: Chunks, tiles: Tiles,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
+    ds = do.new_empty(chunks.count, problem.HV, problem.K, problem.V)
+    dr = do.new_empty(chunks.count, problem.HV, chunks.size, problem.V)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    args = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
+    _launch(state_reverse, problem, args | _common(problem, gated, chunks, tiles), tiles)
+    return ds, dr, dh0
