@@ -213,7 +213,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3, help="reached after a tenth of the steps")
+    parser.add_argument("--lr", type=float, default=3e-4, help="reached after a tenth of the steps")
     args = parser.parse_args(argv)
     if not args.text.is_file():
         parser.error(f"--text must be a file, got {args.text}")

@@ -158,7 +158,7 @@ def load(path: Path) -> Config:
         raise ValueError(f"{path}: not YAML: {e}") from None
     if repeated:
         raise ValueError("\n".join(f"{path}:{line}: {key}: stands twice" for line, key in repeated))
-    if not isinstance(values, dict):
+    if root is None or not isinstance(values, dict):
         raise ValueError(f"{path}:1: must be a mapping with the keys {', '.join(Config.model_fields)}")
     try:
         return Config.model_validate(values)

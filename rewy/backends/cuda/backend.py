@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rewy.backends.cuda import conventional, gates, gradients, pairs, state
+from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
 from rewy.backends.cuda.step import step
@@ -25,7 +25,8 @@ class CudaBackend:
     """Triton kernels for NVIDIA GPUs; `planner` chooses their tiles."""
 
     name = "cuda"
-    fast_on = ("cuda",)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    prologue = prologue
 
     def __init__(self, planner: Callable[[Problem, Limits], Plan] = plan) -> None:
         self.planner = planner
@@ -34,7 +35,7 @@ class CudaBackend:
         return None if torch.cuda.is_available() else "no CUDA device is available"
 
     def supports(self, problem: Problem) -> tuple[bool, str]:
-        if problem.dtype is torch.float64:
+        if problem.dtype not in self.dtypes:
             return False, "the CUDA kernels compute in float32, float16 and bfloat16, not in float64"
         if problem.algebra is Algebra.AUTOGRAD:
             return False, "the CUDA kernels compute the rewy and the conventional backward, not autograd's"
@@ -65,7 +66,7 @@ class CudaBackend:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
         s, u = state.states(problem, x, gated, Ti, chunks, tiles.state)
         ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
-        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles.gradients)
+        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         return step(problem, _contiguous(x))

@@ -25,12 +25,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Channels of k and v per tile, warps per program, stages of its load pipeline."""
+    """Channels of k and v per tile, warps per program, stages of its load pipeline, limit of registers a thread."""
 
     BK: int
     BV: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Plan:
     pairs: Tiles
     state: Tiles
     reverse: Tiles
-    gradients: Tiles
+    scores: Tiles
+    keys: Tiles
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
@@ -55,8 +57,8 @@ def plan(problem: Problem, limits: Limits) -> Plan:
         pairs=Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1),
         state=sequential,
         reverse=sequential,
-        # A K tile of 32 is miscompiled on Hopper by Triton 3.6 (wrong values, illegal accesses).
-        gradients=Tiles(min(K, 64), min(V, 32 if wide else 128), warps=8 if wide else 4, stages=1),
+        scores=Tiles(0, min(V, 32 if wide else 64), warps=4, stages=1),
+        keys=Tiles(min(K, 32), min(V, 32 if wide else 64), warps=4, stages=1),
     )
 
 
