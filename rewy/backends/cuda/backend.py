@@ -66,7 +66,7 @@ class CudaBackend:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
         s, u = state.states(problem, x, gated, Ti, chunks, tiles.state)
         ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
-        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
+        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles.gradients)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         return step(problem, _contiguous(x))

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows, sequence_chunks
-from rewy.backends.cuda.gates import Gated, by_channel, exp
+from rewy.backends.cuda.gates import Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
-from rewy.backends.cuda.plan import Plan, Tiles
+from rewy.backends.cuda.plan import Plan, Tiles, padded
 from rewy.backends.cuda.state import decays, key_tile, values
 from rewy.problem import Gate, Gradients, Operands, Problem
 
@@ -149,7 +149,7 @@ def wy_forward(
         b_u -= tl.dot(b_W, b_sd, input_precision=PRECISION)
         tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
         tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
-        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), exp(b_Gl) * b_s, input_precision=PRECISION)
+        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), tl.exp(b_Gl) * b_s, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -230,7 +230,7 @@ def wy_reverse(
         b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         tl.store(du + i_ch * BT * V + o_u, b_du.to(dtype), mask=m_v)
-        b_ds *= exp(b_Gl)
+        b_ds *= tl.exp(b_Gl)
         b_ds = tl.dot(tl.trans(b_q), (f_q * b_do).to(dtype), b_ds, input_precision=PRECISION)
         b_ds = tl.dot(tl.trans(b_W), (-b_du).to(dtype), b_ds, input_precision=PRECISION)
     if dh0 is not None:
@@ -357,7 +357,7 @@ def across(p_G, b_G, m_k, i_s, K: tl.constexpr, BT: tl.constexpr):
     """
     o_t = tl.arange(0, BT)
     i_m = (o_t // i_s) * i_s + i_s // 2
-    b_e = exp(-tl.abs(b_G - tl.load(p_G + i_m[:, None] * K, mask=m_k[None, :], other=0.0)))
+    b_e = tl.exp(-tl.abs(b_G - tl.load(p_G + i_m[:, None] * K, mask=m_k[None, :], other=0.0)))
     m_late = (o_t >= i_m)[:, None]
     return tl.where(m_late, b_e, 0.0), tl.where(m_late, 0.0, b_e), i_m[:, None] == i_m[None, :]
 
@@ -401,7 +401,7 @@ def pairwise(
             b_b = tl.load(b + o_j[:, None] * HV * K + o_k[None, :], mask=m_jk, other=0.0).to(tl.float32)
         else:
             b_b = tl.load(b + o_j * HV, mask=m_j, other=0.0).to(tl.float32)[:, None]
-        b_e = exp(-tl.abs(b_G - tl.load(G + o_j[:, None] * K + o_k[None, :], mask=m_k, other=0.0)))
+        b_e = tl.exp(-tl.abs(b_G - tl.load(G + o_j[:, None] * K + o_k[None, :], mask=m_k, other=0.0)))
         # as the earlier row of a pair, then as the later one
         b_ek = b_e * b_k
         b_dq += tl.load(dA + o_t * BT + o_j, mask=o_t > o_j, other=0.0)[:, None] * b_ek
@@ -505,15 +505,15 @@ def wy_gradients(
         b_a = scale * tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_A, 0.0), 1)[:, None]
         b_G = tl.load(G + o_t)[:, None]
         b_Gt = tl.load(G + o_t)[None, :]
-        b_D = exp(tl.where(o_t[:, None] > o_t[None, :], b_G - b_Gt, -float("inf")))
-        b_Dt = exp(tl.where(o_t[:, None] < o_t[None, :], b_Gt - b_G, -float("inf")))
+        b_D = tl.exp(tl.where(o_t[:, None] > o_t[None, :], b_G - b_Gt, -float("inf")))
+        b_Dt = tl.exp(tl.where(o_t[:, None] < o_t[None, :], b_Gt - b_G, -float("inf")))
         b_A = (scale * b_A * b_D).to(dtype)
         b_At = (scale * b_At * b_Dt).to(dtype)
         b_L = (tl.load(dL + o_c) * b_D).to(dtype)
         b_Lt = (tl.load(dL + (o_t[None, :] * BT + o_t[:, None])) * b_Dt).to(dtype)
         b_Gl = tl.load(G + BT - 1)
-        b_eG = exp(b_G)
-        b_eGl = exp(b_Gl - b_G)
+        b_eG = tl.exp(b_G)
+        b_eGl = tl.exp(b_Gl - b_G)
     if not CHANNEL_DECAY:
         b_dgi = tl.zeros([BT], dtype=tl.float32)
         b_dgo = tl.zeros([BT], dtype=tl.float32)
@@ -568,8 +568,8 @@ def wy_gradients(
                     b_E += b_p * b_Ep
                     b_dk += b_n * b_dkn
                     i_s //= 2
-            b_eG = exp(b_G)
-            b_eGl = exp(b_Gl[None, :] - b_G)
+            b_eG = tl.exp(b_G)
+            b_eGl = tl.exp(b_Gl[None, :] - b_G)
         else:
             b_dq = tl.dot(b_A, b_k, input_precision=PRECISION)
             b_E = tl.dot(b_L, b_k, input_precision=PRECISION)
@@ -613,7 +613,7 @@ def wy_gradients(
         if dg is not None:
             b_dGs = b_q * b_dqs + b_b * b_k * b_Es
             b_dGo = b_k * b_dks
-            b_dGl = exp(b_Gl) * b_ss
+            b_dGl = tl.exp(b_Gl) * b_ss
             if BY_CHANNEL:
                 b_dGs += b_dGi
             if CHANNEL_DECAY:
@@ -632,16 +632,10 @@ def wy_gradients(
 
 
 def chunk_tiles(problem: Problem) -> tuple[Tiles, Tiles]:
-    """Of the kernels that take a chunk each: around T, and the gradients, as wide as registers allow."""
-    K, V = (max(16, triton.next_power_of_2(d)) for d in (problem.K, problem.V))
-    wide = problem.dtype is torch.float32
-    side = 32 if wide else 64
-    BV = 32 if by_channel(problem) else side
-    common = (K, V) == (problem.K, problem.V) and max(K, V) <= 128 and problem.chunk_size == 64
-    BK = BV if common else BV // 2
-    around_T = Tiles(min(K, side), min(V, side), warps=8, stages=1)
-    of_chunk = Tiles(min(K, BK), min(V, BV), warps=8, stages=1)
-    return around_T, of_chunk
+    """Of the kernels that take a chunk each: around T, and the gradients."""
+    side = 32 if problem.dtype is torch.float32 else 64
+    K, V = (min(side, d) for d in padded(problem))
+    return Tiles(K, V, warps=8, stages=1), Tiles(K, V, warps=8, stages=1)
 
 
 def backward(

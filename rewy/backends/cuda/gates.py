@@ -23,15 +23,6 @@ from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def exp(x):
-    """e^x for fp32: one multiplication and the hardware's 2^x, which flushes what is below 1e-38 to 0."""
-    return tl.exp2(x * LOG2_E)
-
-
 # e^-110 is 0 in fp32. Flooring the gate there changes no result, and a token that forgets everything
 # leaves the digits of its neighbours' cumulative sums alone.
 FLOOR = tl.constexpr(-110.0)
@@ -73,9 +64,9 @@ def row_gates(
     p_f = f + (i_c.to(tl.int64) * HV + o_h)[None, :] * 4 * BT + o_t[:, None]
     m_f = (o_h < HV)[None, :]
     tl.store(p_f, b_G, mask=m_f)
-    tl.store(p_f + BT, b_b * exp(b_G), mask=m_f)
-    tl.store(p_f + 2 * BT, exp(b_Gl[None, :] - b_G), mask=m_f)
-    tl.store(p_f + 3 * BT, scale * exp(b_G), mask=m_f)
+    tl.store(p_f + BT, b_b * tl.exp(b_G), mask=m_f)
+    tl.store(p_f + 2 * BT, tl.exp(b_Gl[None, :] - b_G), mask=m_f)
+    tl.store(p_f + 3 * BT, scale * tl.exp(b_G), mask=m_f)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -132,13 +123,13 @@ def channel_gates(
     b_g = tl.maximum(b_g, FLOOR)
     b_G = tl.cumsum(b_g, 0)
     b_Gl = tl.sum(b_g, 0)
-    b_eG = exp(b_G)
+    b_eG = tl.exp(b_G)
 
     o_ck = i_ch.to(tl.int64) * BT * K + o_t[:, None] * K + o_k[None, :]
     m_ck = (o_k < K)[None, :]
     tl.store(G + o_ck, b_G, mask=m_ck)
     tl.store(x + o_ck, (b_b * b_k * b_eG).to(x.dtype.element_ty), mask=m_ck)
-    tl.store(kt + o_ck, (b_k * exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
+    tl.store(kt + o_ck, (b_k * tl.exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
     tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)
 
 

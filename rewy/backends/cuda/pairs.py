@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
-from rewy.backends.cuda.gates import Gated, by_channel, exp
+from rewy.backends.cuda.gates import Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
@@ -47,8 +47,8 @@ def centred(p_G, b_G, m_k, i_s, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.con
     i_m = (o_t // i_s) * i_s + i_s // 2
     b_d = b_G - tl.load(p_G[None, :] + i_m[:, None] * K, mask=m_k[None, :], other=0.0)
     far = (tl.max(tl.max(tl.abs(b_d), 1), 0) > LIMIT).to(tl.int32)
-    b_p = exp(tl.where((o_t >= i_m * far)[:, None], b_d, -float("inf")))
-    b_n = exp(tl.where((o_t < i_m + BT * (1 - far))[:, None], -b_d, -float("inf")))
+    b_p = tl.exp(tl.where((o_t >= i_m * far)[:, None], b_d, -float("inf")))
+    b_n = tl.exp(tl.where((o_t < i_m + BT * (1 - far))[:, None], -b_d, -float("inf")))
     return b_p, b_n, i_m[:, None] == i_m[None, :], far * (i_s // 2)
 
 
@@ -69,23 +69,19 @@ def scores_between(
             b_S += tl.where(m_block & (o_t[:, None] >= o_t[None, :]), b_x, 0.0)
     else:
         b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
-        b_ap, b_bn = (b_a * exp(b_G - b_c)).to(b_b.dtype), (b_b * exp(b_c - b_G)).to(b_b.dtype)
+        b_ap, b_bn = (b_a * tl.exp(b_G - b_c)).to(b_b.dtype), (b_b * tl.exp(b_c - b_G)).to(b_b.dtype)
         b_S = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
     return b_S
 
 
 @triton.jit
-def dot_fine(b_a, b_b, dtype: tl.constexpr):
-    """A product of fp32 tiles, finer than `dtype`: tf32 for bf16, leading and following digits for fp16."""
-    if dtype == tl.bfloat16:
-        b_c = tl.dot(b_a, b_b, input_precision="tf32")
-    elif dtype == tl.float32:
-        b_c = tl.dot(b_a, b_b, input_precision="ieee")
-    else:
-        b_ah, b_bh = b_a.to(dtype), b_b.to(dtype)
-        b_al, b_bl = (b_a - b_ah).to(dtype), (b_b - b_bh).to(dtype)
-        b_c = tl.dot(b_ah, b_bh, tl.dot(b_ah, b_bl, tl.dot(b_al, b_bh)))
-    return b_c
+def dot_split(b_a, b_b, dtype: tl.constexpr):
+    """A product of fp32 tiles, in fp32 or from the leading and the following digits of a 16-bit type."""
+    if dtype == tl.float32:
+        return tl.dot(b_a, b_b, input_precision="ieee")
+    b_ah, b_bh = b_a.to(dtype), b_b.to(dtype)
+    b_al, b_bl = (b_a - b_ah).to(dtype), (b_b - b_bh).to(dtype)
+    return tl.dot(b_ah, b_bh, tl.dot(b_ah, b_bl, tl.dot(b_al, b_bh)))
 
 
 @triton.jit
@@ -95,14 +91,14 @@ def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
     [[a, 0], [l, c]]^-1 = [[A, 0], [-C l A, C]] with A, C the inverses of a, c: no power of L is ever formed.
     """
     o_t = tl.arange(0, BT)
-    m_2 = (o_t >> 1)[:, None] == (o_t >> 1)[None, :]
+    m_2 = (o_t // 2)[:, None] == (o_t // 2)[None, :]
     b_T = (o_t[:, None] == o_t[None, :]).to(tl.float32) - tl.where(m_2, b_L, 0.0)
-    i_s = 1
-    while (1 << i_s) < BT:
-        o_i = o_t >> i_s
-        m_l = (o_i[:, None] == o_i[None, :] + 1) & ((o_i & 1) == 1)[:, None]
-        b_T -= dot_fine(dot_fine(b_T, tl.where(m_l, b_L, 0.0), dtype), b_T, dtype)
-        i_s += 1
+    i_s = 2
+    while i_s < BT:
+        o_i = o_t // i_s
+        m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i % 2 == 1)[:, None]
+        b_T -= dot_split(dot_split(b_T, tl.where(m_l, b_L, 0.0), dtype), b_T, dtype)
+        i_s *= 2
     return b_T
 
 
@@ -170,7 +166,7 @@ def pair_scores(
             b_L = tl.dot(b_k, tl.trans(b_k), b_L, input_precision=PRECISION)
     if not BY_CHANNEL:
         b_G = tl.load(G + i_ch * 4 * BT + o_t)
-        b_D = exp(tl.where(o_t[:, None] >= o_t[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
+        b_D = tl.exp(tl.where(o_t[:, None] >= o_t[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
         b_A *= b_D
         b_L *= b_D * b_b
     b_A = tl.where(o_t[:, None] >= o_t[None, :], scale * b_A, 0.0)
@@ -223,6 +219,5 @@ def scores(
             ),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            maxnreg=tiles.registers,
         ).run()  # fmt: skip
     return A, Ti

@@ -25,13 +25,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Channels of k and v per tile, warps per program, stages of its load pipeline, limit of registers a thread."""
+    """Channels of k and v per tile, warps per program, stages of its load pipeline."""
 
     BK: int
     BV: int
     warps: int
     stages: int
-    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,12 @@ class Plan:
     pairs: Tiles
     state: Tiles
     reverse: Tiles
-    scores: Tiles
-    keys: Tiles
+    gradients: Tiles
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
     wide = problem.dtype is torch.float32
-    K, V = (max(16, triton.next_power_of_2(d)) for d in (problem.K, problem.V))
+    K, V = padded(problem)
     # A sequential pass keeps K x BV numbers in registers: narrow slices also give more programs.
     BV = min(V, 16 if wide else 32)
     sequential = Tiles(K, BV, warps=8 if K > 128 else 4, stages=_stages(problem, K, BV, limits))
@@ -57,9 +55,19 @@ def plan(problem: Problem, limits: Limits) -> Plan:
         pairs=Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1),
         state=sequential,
         reverse=sequential,
-        scores=Tiles(0, min(V, 32 if wide else 64), warps=4, stages=1),
-        keys=Tiles(min(K, 32), min(V, 32 if wide else 64), warps=4, stages=1),
+        gradients=Tiles(min(K, 64), min(V, 32 if wide else 128), warps=8 if wide else 4, stages=1),
     )
+
+
+def padded(problem: Problem) -> tuple[int, int]:
+    """K and V as the kernels see them: powers of two, of which tiles are parts.
+
+    In 16 bits they are at least 64. Triton 3.6 miscompiles tiles of 32 channels for Hopper's matrix unit (wrong
+    values, reads past shared memory), so narrow heads are masked rather than tiled narrowly.
+    """
+    least = 16 if problem.dtype is torch.float32 else 64
+    K, V = (max(least, triton.next_power_of_2(d)) for d in (problem.K, problem.V))
+    return K, V
 
 
 def _stages(problem: Problem, K: int, BV: int, limits: Limits) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, sequence_chunks
-from rewy.backends.cuda.gates import Gated, by_channel, exp
+from rewy.backends.cuda.gates import Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
 from rewy.backends.cuda.plan import Tiles
@@ -151,7 +151,7 @@ def state_forward(
             b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         else:
             b_kt = b_x
-        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), exp(b_Gl) * b_s, input_precision=PRECISION)
+        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), tl.exp(b_Gl) * b_s, input_precision=PRECISION)
     if ht is not None:
         tl.store(ht + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
@@ -229,7 +229,7 @@ def state_reverse(
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
         tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
-        b_ds *= exp(b_Gl)
+        b_ds *= tl.exp(b_Gl)
         b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         if BY_CHANNEL:
             b_x = key_tile(x, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)

@@ -1,0 +1,89 @@
+"""Huawei Ascend NPUs: the algebra layer on torch_npu's operators, with products shaped for cube cores, and custom
+operators for the state passes and the gradient of a chunk where they are built and fit.
+
+What this has been checked with, and that no NPU was among it: docs/ascend.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rewy.algebra.backend import AlgebraBackend
+from rewy.backends.ascend import fused, ops
+from rewy.backends.ascend.arithmetic import CubeArithmetic, underflowing
+from rewy.backends.ascend.ops import Stage
+from rewy.problem import Algebra, Gradients, Operands, Problem
+
+log = logging.getLogger("rewy")
+
+
+class Ascend(AlgebraBackend):
+    name = "ascend"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    def unusable(self) -> str | None:
+        return _unusable()
+
+    def supports(self, problem: Problem) -> tuple[bool, str]:
+        if problem.dtype not in self.dtypes:
+            return False, f"q must be bfloat16, float16 or float32 on an npu, got {problem.dtype}"
+        if ops.choice()[0] == "require":
+            reasons = {ops.unfit(stage, problem) for stage in Stage}
+            if None not in reasons:
+                return (
+                    False,
+                    f"the custom operators are required, but {'; '.join(sorted(filter(None, reasons)))}",
+                )
+        return True, ""
+
+    def arithmetic(self, problem: Problem) -> CubeArithmetic:
+        return CubeArithmetic.of(problem.dtype)
+
+    def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        o, final_state, kept = fused.forward(
+            problem, underflowing(x), self.arithmetic(problem), _fits(problem)
+        )
+        return o, final_state, kept[: 0 if not training else 1 if problem.recompute else 3]
+
+    def backward(
+        self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
+    ) -> Gradients:
+        x = underflowing(x)
+        if problem.algebra is Algebra.CONVENTIONAL:
+            return super().backward(problem, x, kept, do, dht)
+        return fused.backward(problem, x, kept, do, dht, self.arithmetic(problem), _fits(problem))
+
+
+def _fits(problem: Problem) -> set[Stage]:
+    """The stages that custom operators compute; why they do not compute the others is logged once."""
+    reasons = {stage: ops.unfit(stage, problem) for stage in Stage}
+    for stage, reason in reasons.items():
+        if reason is not None:
+            _log_once(f"{problem.operator.title} does without a custom operator for {stage.value}: {reason}")
+    return {stage for stage, reason in reasons.items() if reason is None}
+
+
+@cache
+def _unusable() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed (pip install 'rewy[ascend]')"
+    try:
+        import torch_npu  # noqa: F401
+    except Exception as error:  # whatever its libraries throw says why it cannot be used
+        return f"torch_npu does not import: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    if not torch.npu.is_available():  # type: ignore[attr-defined]
+        return "torch_npu finds no NPU"
+    return None
+
+
+@cache
+def _log_once(message: str) -> None:
+    log.info(message)
+
+
+backend = Ascend()

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Builds the fake Ascend libraries for one torch_npu: build.sh PYTHON OUTPUT_FOLDER (x86-64 Linux, g++).
+set -euo pipefail
+python=$1
+out=$2
+here=$(cd "$(dirname "$0")" && pwd)
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+npu=$site/torch_npu
+mkdir -p "$out/lib" "$out/opp" "$out/runtime" "$out/compiler"
+cd "$out"
+
+flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -I"$npu/include/third_party/acl/inc")
+g++ "${flags[@]}" -c "$here/acl.cpp" -o acl.o
+
+# What torch_npu links and acl.cpp does not define becomes a function that ends the process by name.
+nm -D --undefined-only "$npu"/lib/libtorch_npu.so "$npu"/lib/libtensorpipe.so "$npu"/lib/libnpu_profiler.so \
+    "$npu"/_C*.so | awk '$1 == "U" && $2 ~ /^(acl[A-Z]|acl(rt|op|mdl|sys)[A-Z]|rt[A-Z]|Msprof|Hccl)/ {print $2}' | sort -u >needed
+nm --defined-only acl.o | awk '{print $3}' | sort -u >defined
+{
+    echo '#include <stdio.h>'
+    echo '#include <stdlib.h>'
+    echo '#define MISSING(name) void name(void) { fputs("fake acl: " #name " is not implemented\n", stderr); abort(); }'
+    comm -23 needed defined | sed 's/.*/MISSING(&)/'
+} >missing.c
+gcc -O1 -fPIC -c missing.c -o missing.o
+
+g++ -shared -o lib/libascendcl.so acl.o missing.o -lpthread
+for name in hccl acl_op_compiler ge_runner graph acl_tdt_channel; do  # linked by name; every symbol is in ascendcl
+    g++ -shared -o "lib/lib$name.so" -Wl,--no-as-needed -Llib -lascendcl -Wl,-rpath,'$ORIGIN'
+done
+
+# The operator library computes with torch's own CPU operators.
+g++ "${flags[@]}" -shared -isystem "$site/torch/include" "$here/opapi.cpp" -o lib/libopapi.so \
+    -L"$site/torch/lib" -ltorch_cpu -lc10 -Wl,-rpath,"$site/torch/lib"
+
+cat >env.sh <<EOF
+export LD_LIBRARY_PATH=$out/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
+export ASCEND_HOME_PATH=$out ASCEND_OPP_PATH=$out/opp
+EOF

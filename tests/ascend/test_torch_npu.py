@@ -1,0 +1,189 @@
+"""Rung a: the real torch_npu over a fake runtime on host memory. No NPU; see docs/ascend.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rewy
+from rewy.dispatch import backends
+from rewy.problem import OPERATORS, Gate
+from rewy.testing import Case, arguments, budgets, computed, errors, exact, leaves, make
+from rewy.testing.verify import QUICK
+
+torch_npu = pytest.importorskip(
+    "torch_npu",
+    reason="torch_npu has an environment of its own: scripts/ascend_ladder.sh",
+    exc_type=ImportError,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# In fp32 a chunk's sums of strong decays lose what fp64 would keep (docs/ascend.md).
+GAP = ("hard resets", torch.float32)
+
+
+def on_npu(case: Case, **options: object) -> dict[str, torch.Tensor]:
+    x, do, dht = make(case)
+    return computed(
+        leaves(x, "npu"),
+        do.npu(),
+        None if dht is None else dht.npu(),
+        case.scale,
+        chunk_size=case.chunk_size,
+        backend="ascend",
+        **options,
+    )
+
+
+def assert_right(case: Case, **options: object) -> None:
+    x, do, dht = make(case)
+    expected = exact(x, do, dht, case.scale)
+    allowed = budgets(x, do, dht, expected, case.scale)
+    found = errors(on_npu(case, **options), expected)
+    assert not {name: (e, allowed[name]) for name, e in found.items() if not e <= allowed[name]}
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=120,
+    )
+
+
+def test_device() -> None:
+    assert torch.npu.is_available()
+    assert torch.npu.get_device_name().startswith("Ascend950DT")
+    assert backends()["ascend"] is None
+    other = python("import torch; print(torch.npu.get_device_name())", FAKE_ACL_SOC="Ascend910B1")
+    assert "Ascend910B1" in other.stdout, other.stderr
+
+
+def test_command_line() -> None:
+    info = subprocess.run([sys.executable, "-m", "rewy", "info"], capture_output=True, text=True, timeout=120)
+    assert info.returncode == 0, info.stderr
+    assert "Ascend950DT" in info.stdout
+    plan = [sys.executable, "-m", "rewy", "bench", "configs/ascend950dt.yaml", "--dry-run"]
+    assert "gdn2" in subprocess.run(plan, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_streams_and_events() -> None:
+    x = torch.arange(6.0).npu()
+    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+    side = torch.npu.Stream()
+    start.record()
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        y = x * 2
+        end.record()
+    torch.npu.current_stream().wait_stream(side)
+    torch.npu.synchronize()
+    assert y.cpu().tolist() == [0, 2, 4, 6, 8, 10]
+    assert start.elapsed_time(end) >= 0
+
+
+def parity_cases() -> list[Any]:
+    """Every case of `rewy verify` in every dtype; those in the known gap must fail."""
+    cases = [(operator, title, dtype) for operator in OPERATORS for title in QUICK for dtype in DTYPES]
+    gap = pytest.mark.xfail(strict=True, reason="decays are summed in fp32")
+    return [
+        pytest.param(
+            *case, marks=[gap] if case[1:] == GAP and OPERATORS[case[0]].decay is not Gate.NONE else []
+        )
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(("operator", "title", "dtype"), parity_cases(), ids=str)
+def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
+    assert_right(replace(QUICK[title], operator=operator, dtype=dtype))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    "options", [{"algebra": "conventional"}, {"disable_recompute": True}], ids=["conventional", "keep"]
+)
+def test_options(operator: str, options: dict[str, object]) -> None:
+    assert_right(Case(operator, T=130, dtype=torch.bfloat16), **options)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    case = Case("gdn2", T=130, dtype=torch.bfloat16)
+    first, second = on_npu(case), on_npu(case)
+    assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
+
+
+def test_checkpoint_and_module() -> None:
+    x, do, _ = make(Case("kda", dtype=torch.bfloat16))
+    x = leaves(x, "npu")
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return rewy.delta_attention(**{**arguments(x), "q": q})[0]
+
+    plain = torch.autograd.grad(layer(x.q), x.q, do.npu())[0]
+    again = torch.utils.checkpoint.checkpoint(layer, x.q, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, x.q, do.npu())[0].cpu(), plain.cpu())
+
+
+def test_step() -> None:
+    x, _, _ = make(Case("gated_delta_rule", T=1, dtype=torch.bfloat16))
+    expected, _ = rewy.delta_attention_step(**arguments(x))
+    on_device = {name: None if t is None else t.npu() for name, t in arguments(x).items()}
+    actual, _ = rewy.delta_attention_step(**on_device, backend="ascend")
+    assert torch.equal(actual.cpu(), expected)
+
+
+def test_refusals() -> None:
+    x, _, _ = make(Case("delta_rule", dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="backend='ascend' was asked for but cannot compute this call"):
+        rewy.delta_attention(**arguments(x), backend="ascend")
+    with pytest.raises(ValueError, match="autograd"):
+        rewy.delta_attention(**arguments(leaves(x, "npu")), algebra="autograd", backend="ascend")
+
+
+def test_what_reaches_the_device(tmp_path: Path) -> None:
+    """Products of 16-bit operands with fp32 results, no arithmetic on integers, no waiting for the host."""
+    log = tmp_path / "log"
+    run = python(
+        "import torch\n"
+        "from rewy.testing import Case, arguments, leaves, make\n"
+        "import rewy, sys\n"
+        "x, do, _ = make(Case('gated_delta_rule', B=1, T=130, K=64, V=64, dtype=torch.bfloat16))\n"
+        "x, do = leaves(x, 'npu'), do.npu()\n"
+        "torch.npu.synchronize()\n"
+        f"open({str(log)!r}, 'w').close()\n"
+        "o, _ = rewy.delta_attention(**arguments(x), backend='ascend')\n"
+        "o.backward(do)\n"
+        "torch.npu.synchronize()\n",
+        FAKE_ACL_LOG=str(log),
+    )
+    assert run.returncode == 0, run.stderr
+    lines = log.read_text().splitlines()
+    assert not [line for line in lines if line.startswith("copy to host")]
+    assert not [line for line in lines if "Long" in line or "Double" in line]
+    products = [re.findall(r"(\w+)\[", line) for line in lines if line.startswith("aclnnBatchMatMul")]
+    assert products and all(types == ["BFloat16", "BFloat16", "Float"] for types in products)
+    # What remains in fp32 is the inverse of each chunk's unit triangle, in blocks of at most 32.
+    shapes = [re.search(r"(\d+)\]", line) for line in lines if line.startswith("aclnnMatmul")]
+    assert all(shape is not None and int(shape[1]) <= 32 for shape in shapes)
+
+
+def test_an_operator_that_is_not_there_fails_loudly() -> None:
+    with pytest.raises(RuntimeError, match="not found"):
+        torch.erfinv(torch.ones(3).npu())
+
+
+def test_a_runtime_call_that_is_not_there_ends_the_process() -> None:
+    run = python("import ctypes, torch\nctypes.CDLL('libascendcl.so').aclrtMapMem()")
+    assert run.returncode != 0
+    assert "fake acl: aclrtMapMem is not implemented" in run.stderr
