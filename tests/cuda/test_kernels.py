@@ -20,12 +20,20 @@ GATED = ["gated_delta_rule", "kda", "gdn2"]
 SMALL = Case("kda", B=1, T=40, H=1, HV=2, K=16, V=16, chunk_size=16, dtype=torch.float32)
 
 
-def results(case: Case, device: torch.device, x: Operands, do, dht, backend: CudaBackend | None = None):
+def results(
+    case: Case,
+    device: torch.device,
+    x: Operands,
+    do,
+    dht,
+    backend: CudaBackend | None = None,
+    recompute: bool = True,
+):
     """o, ht and the gradients under the names `exact` gives them."""
     backend = backend or CudaBackend()
     x = leaves(x, device)
     x = Operands(*(None if t is None else t.detach() for t in x))
-    problem = problem_of(x, Options(case.scale or case.K**-0.5, case.chunk_size, True, "rewy"))
+    problem = problem_of(x, Options(case.scale or case.K**-0.5, case.chunk_size, recompute, "rewy"))
     o, ht, kept = backend.forward(problem, x, True)
     for actual, fake in zip(kept, backend.fake_kept(problem, x), strict=True):
         assert actual.shape == fake.shape and actual.dtype == fake.dtype
@@ -152,6 +160,17 @@ def test_plans_obey_the_device(operator: str, shared: int) -> None:
     problem = replace(problem_of(x, Options(1.0, 64, True, "rewy")), dtype=torch.bfloat16)
     small, large = (plan(problem, Limits(s * 1024, (9, 0))) for s in (shared, 227))
     assert 1 <= small.state.stages <= large.state.stages <= 3
+
+
+@pytest.mark.parametrize("lengths", [None, (23, 0, 17)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "gdn2"])
+def test_kept_states_change_nothing(
+    operator: str, lengths: tuple[int, ...] | None, device: torch.device
+) -> None:
+    case = replace(SMALL, operator=operator, lengths=lengths)
+    x, do, dht = make(case)
+    again, kept = (results(case, device, x, do, dht, recompute=recompute) for recompute in (True, False))
+    assert all(torch.equal(t, kept[name]) for name, t in again.items())
 
 
 def test_the_planner_can_be_replaced(device: torch.device) -> None:

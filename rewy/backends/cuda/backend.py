@@ -3,8 +3,8 @@
     forward    gates -> pairs -> state
     backward   gates -> state (again, for S and U) -> reverse -> gradients
 
-A and T are kept between the two; S, U and the gated operands are formed again, which is cheaper than
-keeping them.
+A and T are kept between the two. S and U are formed again unless `disable_recompute` keeps them too; the gated
+operands always are, which is cheaper than keeping them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class CudaBackend:
         x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
-        o, ht = state.outputs(problem, x, gated, A, Ti, chunks, tiles.state)
-        return o, ht, [A, Ti] if training else []
+        keep = training and not problem.recompute
+        o, ht, kept = state.outputs(problem, x, gated, A, Ti, chunks, tiles.state, keep)
+        return o, ht, [A, Ti, *kept] if training else []
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
-        C = problem.chunk_size
-        return [x.q.new_empty(chunk_count(problem), problem.HV, C, C) for _ in range(2)]
+        p, C = problem, problem.chunk_size
+        shapes = [(C, C), (C, C)] if p.recompute else [(C, C), (C, C), (p.K, p.V), (C, p.V)]
+        return [x.q.new_empty(chunk_count(p), p.HV, *shape) for shape in shapes]
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
@@ -60,11 +62,11 @@ class CudaBackend:
         x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
         do = do.contiguous()
         dht = None if dht is None else dht.contiguous()
-        A, Ti = kept
+        A, Ti, *rest = kept
         gated = gates.gated(problem, x, chunks, tiles.gates)
         if problem.algebra is Algebra.CONVENTIONAL:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
-        s, u = state.states(problem, x, gated, Ti, chunks, tiles.state)
+        s, u = rest or state.states(problem, x, gated, Ti, chunks, tiles.state)
         ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
         return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles.gradients)
 

@@ -256,25 +256,38 @@ def _launch(kernel: object, problem: Problem, args: dict[str, object], tiles: Ti
 
 
 def outputs(
-    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, chunks: Chunks, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
-    """o [B,T,HV,V] and the final state [N,HV,K,V]."""
+    problem: Problem,
+    x: Operands,
+    gated: Gated,
+    A: Tensor,
+    Ti: Tensor,
+    chunks: Chunks,
+    tiles: Tiles,
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o [B,T,HV,V], the final state [N,HV,K,V], and what `states` gives if it is to be kept."""
     o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
     ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
-    args = dict(v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=None, u=None, o=o, ht=ht)
+    s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
+    args = dict(v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=s, u=u, o=o, ht=ht)
     _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
-    return o, ht
+    return o, ht, [t for t in (s, u) if t is not None]
 
 
 def states(
     problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
-    s = x.v.new_empty(chunks.count, problem.HV, problem.K, problem.V)
-    u = x.v.new_empty(chunks.count, problem.HV, chunks.size, problem.V)
+    s, u = _buffers(problem, x.v, chunks)
     args = dict(v=x.v, b=x.erase, w=x.write, A=None, Ti=Ti, h0=x.initial_state, s=s, u=u, o=None, ht=None)
     _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
     return s, u
+
+
+def _buffers(problem: Problem, like: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """One tensor of [K,V] and one of [C,V] for each chunk and head."""
+    shape = chunks.count, problem.HV
+    return like.new_empty(*shape, problem.K, problem.V), like.new_empty(*shape, chunks.size, problem.V)
 
 
 def reverse(
@@ -282,8 +295,7 @@ def reverse(
     chunks: Chunks, tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
-    ds = do.new_empty(chunks.count, problem.HV, problem.K, problem.V)
-    dr = do.new_empty(chunks.count, problem.HV, chunks.size, problem.V)
+    ds, dr = _buffers(problem, do, chunks)
     dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
     args = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
     _launch(state_reverse, problem, args | _common(problem, gated, chunks, tiles), tiles)
