@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from rewy import autograd, prologue
-from rewy.problem import Operands, Options, Problem, check_in_kernel, check_scale, describe, gather
+from rewy.problem import (
+    Operands,
+    Options,
+    Problem,
+    check_flags,
+    check_in_kernel,
+    check_scale,
+    describe,
+    gather,
+)
 
 
 def delta_attention(
@@ -62,9 +71,9 @@ def delta_attention(
         q, k: queries and keys [B,T,H,K], K up to 256.
         v: values [B,T,HV,V], V up to 512. HV is a multiple of H; value head j reads query/key head j // (HV / H).
         beta: erase and write gate in one, usually in [0, 1]; up to 2 with negative eigenvalues.
-        g: natural logarithm of the decay, finite and ≤ 0.
+        g: natural logarithm of the decay, finite and ≤ 0: not −inf, whose differences are NaN; −1000 forgets all.
         erase, write: the two gates of Gated DeltaNet-2.
-        scale: factor of q; None means K^-0.5.
+        scale: finite factor of q; None means K^-0.5.
         initial_state: [N,HV,K,V], or [N,HV,V,K] with `state_v_first`; None means zeros.
         output_final_state: return the states after the last token, fp32, in the layout of `initial_state`.
         cu_seqlens: [N+1] int32 or int64 offsets of N sequences packed into one row (B = 1); empty sequences are
@@ -89,6 +98,11 @@ def delta_attention(
     Raises:
         TypeError, ValueError: naming the argument, what came and what is allowed.
     """
+    check_flags(
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        disable_recompute=disable_recompute,
+    )
     problem, x, options = _prepare(
         gather(
             q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write,
@@ -135,6 +149,7 @@ def delta_attention_step(
     Arguments, results and errors are those of `delta_attention`. No gradients: with inputs that require them it
     raises NotImplementedError.
     """
+    check_flags(output_final_state=output_final_state, state_v_first=state_v_first)
     _, x, options = _prepare(
         gather(
             q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write,
@@ -181,6 +196,8 @@ def _prepare(
     x = _under_autocast(x)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a name or None, got {type(backend).__name__}")
+    if backend == "":
+        raise ValueError("backend must be a name or None, got ''")
     options = Options(check_scale(scale, x.q), chunk_size, recompute, algebra)
     problem = describe(x, options)
     check_in_kernel(x, **flags._asdict())
@@ -197,7 +214,7 @@ def _prepare(
 def _under_autocast(x: Operands) -> Operands:
     """q, k and v in the autocast dtype, as for any matrix product; gates and states keep theirs."""
     kind = x.q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x
     dtype = torch.get_autocast_dtype(kind)
     cast = {
@@ -503,7 +520,13 @@ def _decay(g: Tensor | None, shape: str) -> Tensor | None:
 def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     if transpose_state_layout is None:
         return state_v_first
+    check_flags(transpose_state_layout=transpose_state_layout)
     warnings.warn("transpose_state_layout is now called state_v_first", FutureWarning, stacklevel=3)
+    if state_v_first and not transpose_state_layout:
+        raise ValueError(
+            "transpose_state_layout is the old name of state_v_first; got state_v_first=True and "
+            "transpose_state_layout=False, give one of them"
+        )
     return transpose_state_layout
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rewy.algebra import chunked
 from rewy.algebra.arithmetic import Arithmetic
 from rewy.dispatch import resolve
 from rewy.problem import Algebra, Operands, Options, Problem, problem_of
+from rewy.prologue import first_derivative, refuse_tangents
 
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor erase, Tensor? write, Tensor? initial_state, "
@@ -110,7 +110,7 @@ class DeltaAttention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: a checkpoint recomputes them when they are asked for
         x, kept = Operands(*saved[:_N_OPERANDS]), list(saved[_N_OPERANDS:])
@@ -126,6 +126,7 @@ def delta_attention(
     """(o, final state) of a validated problem, differentiable in every operand."""
     if problem.algebra is Algebra.AUTOGRAD:
         return _autograd_of_forward(problem, x, backend)
+    refuse_tangents(*x[:7])
     if torch.is_grad_enabled() and any(t.requires_grad for t in x[:7] if t is not None):
         o, final_state = DeltaAttention.apply(*x, options, backend or "")
         return o, final_state
@@ -135,6 +136,7 @@ def delta_attention(
 
 def step(x: Operands, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """(o, final state) token by token; no gradients."""
+    refuse_tangents(*x[:7])
     o, final_state = torch.ops.rewy.step(*x, *options, backend or "")
     return o, final_state
 

@@ -34,7 +34,7 @@ def _complaints() -> Iterator[None]:
     """Bad input ends in its message and status 2, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, OSError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as e:

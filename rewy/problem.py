@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -206,6 +207,9 @@ def gather(
     for name, t in (required | {name: t for name, t in optional.items() if t is not None}).items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"layout {_or([t.layout])}"
+            raise TypeError(f"{name} must be a dense torch.Tensor, got {kind}")
     _check_gates(beta=beta, g=g, erase=erase, write=write)
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and q.device.type != "cpu":
         cu_seqlens_cpu = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
@@ -346,6 +350,13 @@ def check_in_kernel(
     allow_neg_eigval: bool,
 ) -> None:
     """Checks the options that transform the operands of a described call."""
+    check_flags(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+    )
     if use_gate_in_kernel:
         if x.g is None:
             raise ValueError("use_gate_in_kernel=True needs g, the raw gate; got g=None")
@@ -357,17 +368,10 @@ def check_in_kernel(
             raise ValueError(
                 "use_gate_in_kernel=True needs A_log [HV] unless lower_bound is given, got A_log=None"
             )
-        heads = x.v.shape[2]
-        per_gate = ("HV", heads) if x.g.dim() == 3 else ("HV·K", heads * x.q.shape[3])
-        for name, t, (letters, size) in (("A_log", A_log, ("HV", heads)), ("dt_bias", dt_bias, per_gate)):
-            if t is None:
-                continue
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                raise TypeError(f"{name} must be a floating-point torch.Tensor, got {_type(t)}")
-            if t.device != x.q.device:
-                raise ValueError(f"{name} must be on q's device {x.q.device}, got {t.device}")
-            if t.numel() != size:
-                raise ValueError(f"{name} must have {letters} = {size} elements, got shape {list(t.shape)}")
+        heads, K = x.v.shape[2], x.q.shape[3]
+        _check_gate_parameter(x, "A_log", A_log, {"HV": (heads,)})
+        per_channel = {"HV·K": (heads * K,), "HV,K": (heads, K)}
+        _check_gate_parameter(x, "dt_bias", dt_bias, {"HV": (heads,)} if x.g.dim() == 3 else per_channel)
     else:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
@@ -390,12 +394,40 @@ def check_in_kernel(
         )
 
 
+def _check_gate_parameter(
+    x: Operands, name: str, t: Tensor | None, allowed: dict[str, tuple[int, ...]]
+) -> None:
+    if t is None:
+        return
+    if not isinstance(t, Tensor) or t.dtype not in DTYPES:
+        raise TypeError(f"{name} must be a torch.Tensor of dtype {_or(DTYPES)}, got {_type(t)}")
+    if t.device != x.q.device:
+        raise ValueError(f"{name} must be on q's device {x.q.device}, got {t.device}")
+    # Layers keep these parameters with dimensions of size 1 for broadcasting; those say nothing.
+    if _without_ones(t.shape) not in map(_without_ones, allowed.values()):
+        shapes = " or ".join(f"[{letters}] = {list(shape)}" for letters, shape in allowed.items())
+        raise ValueError(f"{name} must be {shapes}, got {list(t.shape)}")
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def check_flags(**flags: object) -> None:
+    """Nothing passes for a switch because it is truthy; None is off, as in layers that hand theirs through."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {_type(value)}")
+
+
 def check_scale(scale: float | None, q: Tensor) -> float:
     """The scale as a float; None means K^-0.5."""
     if scale is None:
-        return float(max(q.shape[-1], 1)) ** -0.5
+        return float(max([1, *q.shape[-1:]])) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None (K^-0.5), got {_type(scale)}")
+    if not abs(scale) <= sys.float_info.max:
+        raise ValueError(f"scale must be finite, got {scale!r}")
     return float(scale)
 
 

@@ -7,15 +7,38 @@ of the same names. Nothing is saved for the backward but the inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.forward_ad import unpack_dual
 
 from rewy.dispatch import prologue_of
 
 _library = torch.library.Library("rewy", "FRAGMENT")
+
+
+def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A gradient that is not differentiable again; torch's once_differentiable would take it for a constant
+    wherever the gradient coming in is one.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("create_graph=True: second derivatives are not implemented")
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def refuse_tangents(*inputs: Tensor | None) -> None:
+    """Operators without a rule for forward mode would drop the tangents in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError("forward-mode differentiation is not implemented")
 
 
 def l2norm(x: Tensor, backend: str | None = None) -> Tensor:
@@ -51,7 +74,7 @@ class _L2Norm(torch.autograd.Function):
         return torch.ops.rewy.l2norm(x, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return torch.ops.rewy.l2norm_backward(*ctx.saved_tensors, dy, ctx.backend), None
 
@@ -71,7 +94,7 @@ class _LogDecay(torch.autograd.Function):
         return torch.ops.rewy.log_decay(g, A_log, dt_bias, lower_bound, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors
         grads = iter(torch.ops.rewy.log_decay_backward(*inputs, ctx.lower_bound, dg, ctx.backend))
@@ -86,7 +109,7 @@ class _SigmoidBeta(torch.autograd.Function):
         return torch.ops.rewy.sigmoid_beta(beta, factor, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return (
             torch.ops.rewy.sigmoid_beta_backward(*ctx.saved_tensors, dy, ctx.factor, ctx.backend),

@@ -83,6 +83,13 @@ def test_plan_follows_the_file(tmp_path: Path) -> None:
         ("title: small\n", "", "c.yaml:1: title: missing"),
         ("dtype: float32", "device: cuda", "c.yaml:3: device: stands twice"),
         ("title: small", "title: [", "not YAML"),
+        ("title: small", "? [title]\n: small", "c.yaml:1: not YAML: found unhashable key"),
+        ("title: small", "title: &a [*a]", "an alias stands inside its own anchor"),
+        ("[delta_rule, kda]", "[]", "c.yaml:5: operators: Tuple should have at least 1 item"),
+        ("    operators: [kda]", "    operators: []", "c.yaml:15: shapes.1.operators: Tuple should have at least 1 i"),
+        ("    operators: [kda]", "    contestants: []", "c.yaml:15: shapes.1.contestants: Tuple should have at le"),
+        ("[40, 30]", "[]", "c.yaml:10: shapes.1.lengths: Tuple should have at least 1 item"),
+        ("  seconds: 0.01", "  seconds: .inf", "c.yaml:18: timing.seconds: Input should be a finite number, got inf"),
         ("[backward, autograd]", "[model]", "level model needs a section model"),
     ],
 )  # fmt: skip

@@ -114,6 +114,38 @@ def test_verify_refuses_an_unusable_backend() -> None:
     assert "error: backend must be one of" in result.output and "'tpu'" in result.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--backend", "", "error: backend must be one of"),
+        ("--device", "npu:x", "npu:x"),
+        ("--device", "tpu", "error: device must be one that torch knows, got 'tpu'"),
+        ("--device", "", "error: device must be one that torch knows, got ''"),
+    ],
+)
+def test_verify_refuses_what_is_no_name(option: str, value: str, message: str) -> None:
+    result = runner.invoke(app, ["verify", option, value])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.usefixtures("workplace")
+def test_files_where_folders_belong_and_the_reverse() -> None:
+    Path("file").write_text("")
+    for command in (
+        ["bench", "small.yaml", "--out", "file"],
+        ["bench", "small.yaml", "--out", "file/below"],
+        ["bench", "."],
+    ):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 2, result.output
+        assert result.output.startswith("error: ") and command[-1] in result.output
+    assert runner.invoke(app, ["bench", "small.yaml", "--out", "out"]).exit_code == 0
+    for docs in (".", "none.md"):
+        result = runner.invoke(app, ["report", "out", "--docs", docs])
+        assert result.exit_code == 2 and f"'{docs}'" in result.output
+
+
 @pytest.mark.usefixtures("workplace")
 def test_bench_writes_everything_and_never_twice() -> None:
     result = runner.invoke(app, ["bench", "small.yaml", "--out", "out"])

@@ -37,6 +37,13 @@ REFUSED = [
     (dict(beta=[1.0]), TypeError, "beta must be a torch.Tensor, got list"),
     (dict(initial_state=1.0), TypeError, "initial_state must be a torch.Tensor, got float"),
     (dict(cu_seqlens=[0, 20]), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+    (dict(q=randn(1, 20, 2, 16).to_sparse()), TypeError, "q must be a dense .*, got layout sparse_coo"),
+    (dict(g=randn(1, 20, 4, 16).to_sparse()), TypeError, "g must be a dense .*, got layout sparse_coo"),
+    (
+        dict(q=torch.nested.nested_tensor([randn(20, 2, 16)], layout=torch.jagged)),
+        TypeError,
+        "q must be a dense torch.Tensor, got a nested tensor",
+    ),
     # dtypes
     (
         dict(q=torch.ones(1, 20, 2, 16, dtype=torch.int64)),
@@ -62,6 +69,7 @@ REFUSED = [
     ),
     # shapes
     (dict(q=randn(20, 2, 16)), ValueError, r"q must be \[B,T,H,K\], got 3 dimensions: \[20, 2, 16\]"),
+    (dict(q=randn()), ValueError, r"q must be \[B,T,H,K\], got 0 dimensions: \[\]"),
     (dict(v=randn(1, 20, 4, 24, 1)), ValueError, r"v must be \[B,T,HV,V\], got 5 dimensions"),
     (
         dict(k=randn(1, 20, 2, 17)),
@@ -151,10 +159,46 @@ REFUSED = [
     (dict(scale="big"), TypeError, r"scale must be a number or None \(K\^-0.5\), got str"),
     (dict(scale=True), TypeError, "scale must be a number .* got bool"),
     (dict(scale=torch.ones(())), TypeError, "scale must be a number .* got a Tensor of dtype float32"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (dict(scale=-float("inf")), ValueError, "scale must be finite, got -inf"),
+    (dict(scale=10**400), ValueError, "scale must be finite, got 1000"),
     (dict(chunk_size=64.0), ValueError, "chunk_size must be one of 16, 32, 64, got 64.0"),
     (dict(algebra=["rewy"]), ValueError, r"algebra must be one of .*, got \['rewy'\]"),
     (dict(backend=3), TypeError, "backend must be a name or None, got int"),
+    (dict(backend=""), ValueError, "backend must be a name or None, got ''"),
+    (dict(output_final_state="no"), TypeError, "output_final_state must be True or False, got str"),
+    (dict(state_v_first=1), TypeError, "state_v_first must be True or False, got int"),
+    (dict(disable_recompute=[]), TypeError, "disable_recompute must be True or False, got list"),
     # in-kernel options
+    (
+        dict(use_qk_l2norm_in_kernel="yes"),
+        TypeError,
+        "use_qk_l2norm_in_kernel must be True or False, got str",
+    ),
+    (dict(use_gate_in_kernel=2.0), TypeError, "use_gate_in_kernel must be True or False, got float"),
+    (
+        dict(use_beta_sigmoid_in_kernel=torch.tensor(True)),
+        TypeError,
+        "use_beta_sigmoid_in_kernel must be True or False, got a Tensor of dtype bool",
+    ),
+    (dict(allow_neg_eigval=0), TypeError, "allow_neg_eigval must be True or False, got int"),
+    (dict(safe_gate="no"), TypeError, "safe_gate must be True or False, got str"),
+    (
+        dict(use_gate_in_kernel=True, A_log=randn(2, 2)),
+        ValueError,
+        r"A_log must be \[HV\] = \[4\], got \[2, 2\]",
+    ),
+    (
+        dict(use_gate_in_kernel=True, A_log=randn(4), dt_bias=randn(16, 4)),
+        ValueError,
+        r"dt_bias must be .* or \[HV,K\] = \[4, 16\], got \[16, 4\]",
+    ),
+    (
+        dict(use_gate_in_kernel=True, A_log=torch.ones(4).to(torch.float8_e4m3fn)),
+        TypeError,
+        "A_log must be a torch.Tensor of dtype .*, got a Tensor of dtype float8_e4m3fn",
+    ),
     (
         dict(lower_bound="-5", safe_gate=True),
         TypeError,
@@ -181,22 +225,22 @@ REFUSED = [
     (
         dict(use_gate_in_kernel=True, A_log=randn(2)),
         ValueError,
-        r"A_log must have HV = 4 elements, got shape \[2\]",
+        r"A_log must be \[HV\] = \[4\], got \[2\]",
     ),
     (
         dict(use_gate_in_kernel=True, A_log=randn(4), dt_bias=randn(4)),
         ValueError,
-        r"dt_bias must have HV·K = 64 elements, got shape \[4\]",
+        r"dt_bias must be \[HV·K\] = \[64\] or \[HV,K\] = \[4, 16\], got \[4\]",
     ),
     (
         dict(use_gate_in_kernel=True, A_log=[0.0] * 4),
         TypeError,
-        "A_log must be a floating-point torch.Tensor, got list",
+        "A_log must be a torch.Tensor of dtype float64, float32, bfloat16, float16, got list",
     ),
     (
         dict(use_gate_in_kernel=True, A_log=torch.ones(4, dtype=torch.int64)),
         TypeError,
-        "A_log must be a floating-point torch.Tensor, got a Tensor of dtype int64",
+        "A_log must be a torch.Tensor of dtype .*, got a Tensor of dtype int64",
     ),
     (
         dict(A_log=randn(4)),
@@ -256,6 +300,11 @@ REFUSED = [
         r"cu_seqlens_cpu must hold cu_seqlens' offsets \[0, 20\], got \[0, 10\]",
     ),
     # devices
+    (
+        dict(q=torch.empty(1, 20, 2, 16, dtype=torch.float64, device="meta")),
+        ValueError,
+        r"k must be on meta \(q is on meta\), got cpu",
+    ),
     (
         dict(k=torch.empty(1, 20, 2, 16, dtype=torch.float64, device="meta")),
         ValueError,
@@ -402,6 +451,45 @@ class TestFlaNames:
         with pytest.warns(FutureWarning, match="transpose_state_layout is now called state_v_first"):
             _, ht = rewy.chunk_kda(*self.given, output_final_state=True, transpose_state_layout=True)
         assert ht.shape == (1, 4, 24, 16)
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_both_names_of_the_layout(self):
+        with pytest.raises(ValueError, match="got state_v_first=True and transpose_state_layout=False"):
+            rewy.chunk_kda(*self.given, state_v_first=True, transpose_state_layout=False)
+        with pytest.raises(TypeError, match="transpose_state_layout must be True or False, got str"):
+            rewy.chunk_kda(*self.given, transpose_state_layout="yes")
+
+
+def test_parameters_of_the_gate_may_carry_dimensions_of_size_one():
+    A_log, dt_bias = randn(4), randn(64)
+    flat = call(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)[0]
+    shaped = call(use_gate_in_kernel=True, A_log=A_log.view(1, 1, 4, 1), dt_bias=dt_bias.view(1, 4, 16))[0]
+    assert torch.equal(flat, shaped)
+
+
+def test_none_turns_a_switch_off():
+    assert call(output_final_state=None, use_qk_l2norm_in_kernel=None)[1] is None
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("step", [False, True])
+def test_meta_tensors_give_shapes(operator, step):
+    x = make(Case(operator, B=1, T=20))[0]
+    given = {name: t.to("meta") for name, t in arguments(x).items() if isinstance(t, torch.Tensor)}
+    o, state = call(operator, step, **given, output_final_state=True)
+    assert (o.device.type, o.shape) == ("meta", x.v.shape)
+    assert (state.device.type, state.shape) == ("meta", x.initial_state.shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func itself
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("name", ["q", "g", "initial_state"])
+def test_tangents_are_refused(name, step):
+    t = {"q": randn(1, 20, 2, 16), "g": -randn(1, 20, 4, 16).abs(), "initial_state": randn(1, 4, 16, 24)}[
+        name
+    ]
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not implemented"):
+        torch.func.jvp(lambda t: call(step=step, **{name: t})[0], (t,), (t,))
 
 
 def test_refusals_touch_nothing():

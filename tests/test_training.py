@@ -10,6 +10,7 @@ from checks import EXACT, assert_close
 from torch.utils.checkpoint import checkpoint
 
 import rewy
+from rewy import prologue
 from rewy.problem import OPERATORS, Operands
 from rewy.testing import Case, arguments, computed, error, exact, leaves, make, poisoned
 
@@ -133,11 +134,13 @@ def test_no_gradient_no_graph():
         assert not attention(x)[0].requires_grad
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("reduced", [torch.sum, torch.linalg.vector_norm], ids=["sum", "norm"])
+def test_second_derivatives_are_refused(reduced):
+    """Also behind a constant gradient, where torch's own once_differentiable would call ours a constant."""
     x = leaves(make(Case("kda", T=20))[0])
-    (grad,) = torch.autograd.grad(attention(x)[0].square().sum(), [x.q], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    for o in (attention(x)[0], prologue.l2norm(x.q), prologue.sigmoid_beta(x.erase, False)):
+        with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+            torch.autograd.grad(reduced(o), [x.q, x.erase], create_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("g", [torch.float32, torch.bfloat16], ids=["g-fp32", "g-bf16"])

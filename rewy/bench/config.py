@@ -26,13 +26,13 @@ class Shape(Section):
 
     B: Count = 1
     T: Count | None = None
-    lengths: tuple[Count, ...] | None = None
+    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     H: Count
     HV: Count | None = None
     K: Annotated[int, Field(gt=0, le=MAX_K, strict=True)] = 128
     V: Annotated[int, Field(gt=0, le=MAX_V, strict=True)] = 128
-    operators: tuple[str, ...] | None = None
-    contestants: tuple[str, ...] | None = None
+    operators: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    contestants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Shape:
@@ -66,7 +66,7 @@ class Timing(Section):
 
     warmup: Count = 3
     rounds: Count = 10
-    seconds: Annotated[float, Field(gt=0)] = 0.5
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
 
 
 class ModelRun(Section):
@@ -89,7 +89,7 @@ class Config(Section):
     device: Literal["cpu", "cuda", "npu"]
     dtype: Literal["float32", "bfloat16", "float16"]
     levels: tuple[Level, ...] = Field(min_length=1)
-    operators: tuple[str, ...] = tuple(OPERATORS)
+    operators: tuple[str, ...] = Field(default=tuple(OPERATORS), min_length=1)
     contestants: tuple[str, ...] = Field(min_length=1)
     baseline: str
     chunk_size: Literal[16, 32, 64] = 64
@@ -156,6 +156,8 @@ def load(path: Path) -> Config:
         raise ValueError(f"{path}:{line}: not YAML: {e.problem}") from None
     except yaml.YAMLError as e:
         raise ValueError(f"{path}: not YAML: {e}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deep, or an alias stands inside its own anchor") from None
     if repeated:
         raise ValueError("\n".join(f"{path}:{line}: {key}: stands twice" for line, key in repeated))
     if root is None or not isinstance(values, dict):
@@ -172,9 +174,10 @@ def _repeated_keys(node: yaml.Node | None) -> Iterator[tuple[int, str]]:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            if key.value in seen:
-                yield key.start_mark.line + 1, key.value
-            seen.add(key.value)
+            if isinstance(key, yaml.ScalarNode):  # what else stands as a key, the loader refuses
+                if key.value in seen:
+                    yield key.start_mark.line + 1, key.value
+                seen.add(key.value)
             yield from _repeated_keys(value)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:

@@ -51,11 +51,15 @@ def verify(device: torch.device | str = "cpu", backend: str | None = None, full:
 
     Raises ValueError when that backend cannot be used here at all. Inputs and exact results are made on the CPU.
     """
-    device = torch.device(device)
-    name = backend or MADE_FOR.get(device.type, "reference")
-    reason = load(name).unusable()
+    kind = str(device).partition(":")[0]
+    name = MADE_FOR.get(kind, "reference") if backend is None else backend
+    reason = load(name).unusable()  # also registers the devices that a backend brings along
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot be verified on {device}: {reason}")
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one that torch knows, got {device!r}: {error}") from None
     dtypes = [dtype for dtype in DTYPES if _computes(name, device, dtype)]
     if not dtypes:
         raise ValueError(f"backend {name!r} computes in no dtype on {device}")
