@@ -373,7 +373,10 @@ def chunk_gdn2(
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet-2, g and b [B,T,HV,K], w [B,T,HV,V]; see `delta_attention` for shapes, options and errors."""
+    """Gated DeltaNet-2, g and b [B,T,HV,K], w [B,T,HV,V]; see `delta_attention` for shapes, options and errors.
+
+    b and w are its erase and write gates, and errors call them so.
+    """
     _refuse(return_intermediate_states=return_intermediate_states or None)
     return delta_attention(
         q, k, v, g=_decay(g, "[B,T,HV,K]"), erase=b, write=w, scale=scale,
