@@ -82,11 +82,9 @@ def gradients(
             dG = _fold(c.G, c.q * (dq + dQ) + c.erased * (E + dX) - c.k * right)
         else:
             dG = dG_A + dG_L + _fold(c.G, c.q * dQ + c.erased * dX)
-        # Row i of K̃ decays by the tokens after it. Its share adds up forwards: in a difference of two reverse
-        # sums the last row, which does not decay, would drown what strong decays leave of the others.
-        remaining = _fold(c.G, c.k * dK)[..., :-1, :].cumsum(-2)
+        remaining = _fold(c.G, c.k * dK)
         whole = _fold(c.G, c.whole * (S * back.dS).sum(-1)[..., None, :])
-        dg = _reverse_cumsum(dG) + F.pad(remaining, (0, 0, 1, 0)) + whole
+        dg = decay_gradient(dG, remaining, whole)
 
     dq, E = dq + dQ, E + dX
     dk = c.b * E + right + dK
@@ -95,8 +93,34 @@ def gradients(
     if x.write is None:
         db = db + dw
 
+    return collected(c, x, back, dq=dq, dk=dk, dv=c.w * dR, dg=dg, db=db, dw=dw)
+
+
+def decay_gradient(dG: Tensor, remaining: Tensor, whole: Tensor) -> Tensor:
+    """dg from the terms of G inside the chunk, of K̃ (k ⊙ dK̃ as it decays) and of the whole chunk's decay.
+
+    Row i of K̃ decays by the tokens after it. Its share adds up forwards: in a difference of two reverse sums the
+    last row, which does not decay, would drown what strong decays leave of the others.
+    """
+    return _reverse_cumsum(dG) + F.pad(remaining[..., :-1, :].cumsum(-2), (0, 0, 1, 0)) + whole
+
+
+def collected(
+    c: Chunks,
+    x: Operands,
+    back: Reverse,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor | None,
+    db: Tensor,
+    dw: Tensor | None,
+) -> Gradients:
+    """Stacks [M,HV,C,D] as the gradients of the operands, in their shapes and dtypes."""
+
     def give(grad: Tensor, like: Tensor) -> Tensor:
-        """[M,HV,C,D] as the gradient of `like`; heads that shared it are summed."""
+        """The gradient of `like`; heads that shared it are summed."""
         if grad.shape[1] != like.shape[2]:
             grad = grad.unflatten(1, (like.shape[2], -1)).sum(2)
         return c.layout.unstack(grad if like.dim() == 4 else grad[..., 0]).to(like.dtype)
@@ -104,10 +128,10 @@ def gradients(
     return Gradients(
         q=give(dq, x.q),
         k=give(dk, x.k),
-        v=give(c.w * dR, x.v),
+        v=give(dv, x.v),
         g=None if x.g is None or dg is None else give(dg, x.g),
         erase=give(db, x.erase),
-        write=None if x.write is None else give(dw, x.write),
+        write=None if x.write is None or dw is None else give(dw, x.write),
         initial_state=None if x.initial_state is None else back.initial.to(x.initial_state.dtype),
     )
 

@@ -22,10 +22,14 @@ class AlgebraBackend:
         return Arithmetic.of(problem.dtype)
 
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        o, final_state, kept = chunked.forward(problem, x, self.arithmetic(problem))
+        o, final_state, kept = self.stages(problem, x)
         kept = kept[: 0 if not training else 1 if problem.recompute else 3]
         spare = _chunks(problem) - kept[0].shape[0] if kept else 0
         return o, final_state, [F.pad(t, (0, 0, 0, 0, 0, 0, 0, spare)) if spare else t for t in kept]
+
+    def stages(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(o, final states, [T, S, U]) before `forward` decides what of them is kept."""
+        return chunked.forward(problem, x, self.arithmetic(problem))
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
         p = problem

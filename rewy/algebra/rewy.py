@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rewy.algebra.adjoint import gradients, reverse_pass
+from rewy.algebra.adjoint import Reverse, gradients, reverse_pass
 from rewy.algebra.arithmetic import Arithmetic
 from rewy.algebra.chunked import Chunks, attention, solve_rewy, state_pass
 from rewy.problem import Gradients, Operands, Problem
@@ -27,6 +27,17 @@ def out_of_wy(arithmetic: Arithmetic, dR: Tensor, U: Tensor, S: Tensor) -> tuple
     return -arithmetic.mm(dR, U.mT).tril(-1), -arithmetic.mm(dR, S.mT)
 
 
+def reverse(c: Chunks, A: Tensor, T: Tensor, do: Tensor, dht: Tensor | None) -> tuple[Reverse, Tensor]:
+    """The reverse scan, which forms dR on its way."""
+    arithmetic, X, dR = c.arithmetic, c.X, torch.empty_like(c.v)
+
+    def through_wy(i: slice, dU: Tensor) -> Tensor:
+        dR[i] = into_wy(arithmetic, T[i], dU)
+        return arithmetic.mm(X[i].mT, dR[i])
+
+    return reverse_pass(c, A, do, dht, through_wy), dR
+
+
 def backward(
     problem: Problem,
     x: Operands,
@@ -40,12 +51,6 @@ def backward(
     stage = c.pairs()
     T, *states = (t[: len(c.k)] for t in kept)
     S, U = states or state_pass(c, c.initial(x), solve_rewy(c, T))[:2]
-    X, dR = c.X, torch.empty_like(c.v)
-
-    def through_wy(i: slice, dU: Tensor) -> Tensor:
-        dR[i] = into_wy(arithmetic, T[i], dU)
-        return arithmetic.mm(X[i].mT, dR[i])
-
-    back = reverse_pass(c, attention(c, stage), do, dht, through_wy)
+    back, dR = reverse(c, attention(c, stage), T, do, dht)
     dL, dX = out_of_wy(arithmetic, dR, U, S)
     return gradients(c, x, stage, S, U, back, dL, dX, dR)

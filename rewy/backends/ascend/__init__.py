@@ -44,11 +44,8 @@ class Ascend(AlgebraBackend):
     def arithmetic(self, problem: Problem) -> CubeArithmetic:
         return CubeArithmetic.of(problem.dtype)
 
-    def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        o, final_state, kept = fused.forward(
-            problem, underflowing(x), self.arithmetic(problem), _fits(problem)
-        )
-        return o, final_state, kept[: 0 if not training else 1 if problem.recompute else 3]
+    def stages(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return fused.forward(problem, underflowing(x), self.arithmetic(problem), _fits(problem))
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from rewy.algebra.adjoint import Reverse, gradients, reverse_pass
+from rewy.algebra.adjoint import Reverse, collected, decay_gradient, gradients
 from rewy.algebra.arithmetic import Arithmetic
 from rewy.algebra.chunked import Chunks, attention, solve_rewy, state_pass, wy_inverse
 from rewy.algebra.pairs import Pairs
-from rewy.algebra.rewy import into_wy, out_of_wy
+from rewy.algebra.rewy import out_of_wy, reverse
 from rewy.backends.ascend.ops import Stage
 from rewy.problem import Gradients, Operands, Problem
 
@@ -43,8 +42,8 @@ def backward(
     """`rewy.algebra.rewy.backward`."""
     c = Chunks.of(problem, x, arithmetic)
     stage = c.pairs()
-    T = kept[0]
-    S, U = kept[1:] if len(kept) == 3 else _states(c, x, T, fits)[:2]
+    T, *states = (t[: len(c.k)] for t in kept)
+    S, U = states or _states(c, x, T, fits)[:2]
     back, dR = _reverse(c, stage, T, do, dht, fits)
     if Stage.GRADIENT in fits:
         return _gradients(c, x, S, U, back, dR)
@@ -68,13 +67,7 @@ def _reverse(
     """`reverse_pass`, and dR."""
     A = attention(c, stage)
     if Stage.REVERSE not in fits:
-        X, dR = c.X, torch.empty_like(c.v)
-
-        def through_wy(i: slice, dU: Tensor) -> Tensor:
-            dR[i] = into_wy(c.arithmetic, T[i], dU)
-            return c.arithmetic.mm(X[i].mT, dR[i])
-
-        return reverse_pass(c, A, do, dht, through_wy), dR
+        return reverse(c, A, T, do, dht)
     p = c.problem
     do = c.layout.stack(do, c.arithmetic.work)
     last = do.new_zeros(p.N, p.HV, p.K, p.V) if dht is None else dht.to(c.arithmetic.work)
@@ -93,25 +86,11 @@ def _gradients(c: Chunks, x: Operands, S: Tensor, U: Tensor, back: Reverse, dR: 
     results = torch.ops.rewy_ascend.chunk_gradient(*operands, *gates, *adjoints, p.scale)
     dq, dk, dv, dbeta, dG, remaining = _stacked(c, *results)
 
-    def give(grad: Tensor, like: Tensor) -> Tensor:
-        """[M,HV,C,...] as the gradient of `like`; heads that shared it are summed."""
-        if grad.shape[1] != like.shape[2]:
-            grad = grad.unflatten(1, (like.shape[2], -1)).sum(2)
-        return c.layout.unstack(grad).to(like.dtype)
-
     dg = None
     if x.g is not None:
-        whole = c.whole[..., 0] * (S * back.dS).sum((-2, -1))[..., None]
-        dg = dG.flip(-1).cumsum(-1).flip(-1) + F.pad(remaining[..., :-1].cumsum(-1), (1, 0)) + whole
-    return Gradients(
-        q=give(dq, x.q),
-        k=give(dk, x.k),
-        v=give(dv, x.v),
-        g=None if x.g is None or dg is None else give(dg, x.g),
-        erase=give(dbeta, x.erase),
-        write=None,
-        initial_state=None if x.initial_state is None else back.initial.to(x.initial_state.dtype),
-    )
+        whole = c.whole * (S * back.dS).sum((-2, -1))[..., None, None]
+        dg = decay_gradient(dG[..., None], remaining[..., None], whole)
+    return collected(c, x, back, dq=dq, dk=dk, dv=dv, dg=dg, db=dbeta[..., None], dw=None)
 
 
 def _flat(c: Chunks, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
