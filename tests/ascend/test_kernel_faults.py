@@ -14,17 +14,39 @@ def flags(name: str, ids: int = 1) -> list[str]:
 
 MULTIPLY = flags("MTE1_MTE2") + flags("MTE1_M", 2) + flags("M_FIX", 2)
 VECTOR = flags("MTE2_V") + flags("V_MTE2") + flags("V_MTE3")
-# What each kernel cannot do without. In the state passes cube and vector cores take turns, which orders some of
-# what the shared parts' own flags order too; those are tried where they matter.
-NEEDED = {
-    "chunk_gradient": MULTIPLY
+GRADIENT = (
+    MULTIPLY
     + flags("M_MTE1", 2)
     + flags("FIX_M", 2)
     + VECTOR
     + ["V_MTE3(1)"]
     + flags("MTE3_V")
-    + flags("MTE2_MTE1", 5)
-    + flags("CROSS_CORE", 4),
+    + flags("MTE2_MTE1", 3)
+    + flags("CROSS_CORE", 4)
+)
+ROW_GATES = ["MTE3_V(1)"]  # gradients of gates with one number a token
+PASSES = ["MTE2_V(1)", "V_MTE2(1)"]  # masks of the passes over the pairs
+# In the state passes cube and vector cores take turns, which orders some of what the shared parts' own flags order too;
+# those are tried where they matter.
+REVERSE = (
+    MULTIPLY
+    + flags("M_MTE1", 2)
+    + VECTOR
+    + flags("MTE3_V")
+    + flags("MTE2_MTE1")
+    + flags("FIX_MTE1")
+    + flags("MTE3_MTE2")
+    + ["CROSS_CORE(0)", "CROSS_CORE(3)"]
+)
+# What each kernel cannot do without.
+NEEDED = {
+    "chunk_gradient": GRADIENT + ROW_GATES,
+    "chunk_gradient_channel_decay": GRADIENT + ROW_GATES + PASSES,
+    "chunk_gradient_channel_gates": GRADIENT + PASSES,
+    # Waits for what arrives last before it reads any of it: MTE2_MTE1(2) says what MTE2_MTE1(1) says.
+    "chunk_gradient_conventional": [flag for flag in GRADIENT if flag != "MTE2_MTE1(1)"]
+    + ROW_GATES
+    + flags("FIX_MTE1"),
     "state_forward": MULTIPLY
     + VECTOR
     + ["V_MTE3(1)"]
@@ -32,14 +54,8 @@ NEEDED = {
     + flags("FIX_MTE1")
     + flags("MTE3_MTE2")
     + flags("CROSS_CORE", 4),
-    "state_reverse": MULTIPLY
-    + flags("M_MTE1", 2)
-    + VECTOR
-    + flags("MTE3_V")
-    + flags("MTE2_MTE1")
-    + flags("FIX_MTE1")
-    + flags("MTE3_MTE2")
-    + ["CROSS_CORE(0)", "CROSS_CORE(3)"],
+    "state_reverse": REVERSE,
+    "state_reverse_conventional": REVERSE,
 }
 REPORTED = ("with no wait between", "that nothing has written")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import rewy
-from rewy.testing import Case, arguments, leaves, make
+from rewy.problem import OPERATORS
+from rewy.testing import Case, arguments, computed, exact, leaves, make
 
 pytest.importorskip(
     "torch_npu",
@@ -34,7 +36,10 @@ CASES = {
     "saturated at -5": Case("", B=1, T=128, K=64, V=64, gate="G5"),
     "no tokens": Case("", T=0, K=64, V=64),
     "one token": Case("", B=3, T=1, K=64, V=64),
+    "large heads": Case("", B=1, T=70, H=1, HV=1, K=256, V=256),
+    "a scan for every core": Case("", B=8, T=70, H=2, HV=4, K=64, V=128),
     "more chunks than cores": Case("", B=2, T=600, H=1, HV=2, K=64, V=64),
+    "packed, far and near side by side": Case("", B=1, T=200, K=64, V=64, lengths=(3, 130, 64), gate="GH300"),
 }
 
 
@@ -47,45 +52,76 @@ def required(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("title", CASES)
-@pytest.mark.parametrize("operator", ["delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
-    """Both state passes (but for packed sequences) and the gradient."""
+    """Both state passes and the gradient."""
     assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": dtype})))
 
 
-@pytest.mark.parametrize("title", [title for title, case in CASES.items() if case.lengths is None and case.T])
-@pytest.mark.parametrize("operator", ["kda", "gdn2"])
-def test_parity_per_channel(operator: str, title: str) -> None:
-    """Both state passes; the gradient is the algebra layer's."""
-    assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": torch.bfloat16})))
+@pytest.mark.parametrize("title", ["two chunks and a tail", "hard resets", "large heads"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_conventional_form(operator: str, title: str) -> None:
+    case = Case(**(vars(CASES[title]) | {"operator": operator, "dtype": torch.bfloat16}))
+    assert_right(case, algebra="conventional")
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        (
-            Case("gated_delta_rule", B=1, T=70),
-            ["state_forward", "state_forward", "state_reverse", "chunk_gradient"],
-        ),
-        (Case("gated_delta_rule", B=1, T=70, lengths=(65, 5)), ["chunk_gradient"]),
-        (Case("kda", B=1, T=70), ["state_forward", "state_forward", "state_reverse"]),
-    ],
-    ids=["dense", "packed", "per channel"],
-)
-def test_who_computes(case: Case, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_forms_round_differently(operator: str) -> None:
+    """So that neither can be the other under its name."""
+    case = Case(operator, B=1, T=150, H=1, HV=1, K=64, V=64, dtype=torch.bfloat16)
+    rewy_form, conventional = (on_npu(case, algebra=name)["dk"].cpu() for name in ("rewy", "conventional"))
+    assert not torch.equal(rewy_form, conventional)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_accuracy_standard(operator: str) -> None:
+    """Errors against the fp64 recurrence over those of the same products in plain torch: mean, rms and maximum."""
+    case = Case(operator, B=1, T=150, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16)
+    x, do, dht = make(case)
+    expected = exact(x, do, dht)
+    control = computed(x, do, dht, algebra="conventional", backend="reference")
+    for name, result in on_npu(case).items():
+        error, allowed = ((t.cpu().double() - expected[name]).abs() for t in (result, control[name]))
+        assert error.mean() <= 3 * allowed.mean(), name
+        assert error.square().mean() <= 9 * allowed.square().mean(), name
+        assert error.max() <= 10 * allowed.max(), name
+
+
+@pytest.mark.parametrize("algebra", ["rewy", "conventional"])
+@pytest.mark.parametrize("lengths", [None, (65, 5)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_who_computes(
+    operator: str, lengths: tuple[int, ...] | None, algebra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forward's states are not kept, so the backward makes them again."""
     called = []
-    for name in ("state_forward", "state_reverse", "chunk_gradient"):
 
-        def counting(
-            *operands: object, name: str = name, op: object = getattr(torch.ops.rewy_ascend, name)
-        ) -> object:
+    def counted(name: str, op: Callable[..., object]) -> Callable[..., object]:
+        def call(*operands: object, **options: object) -> object:
             called.append(name)
-            return op(*operands)
+            return op(*operands, **options)
 
-        monkeypatch.setattr(torch.ops.rewy_ascend, name, counting)
-    on_npu(Case(**(vars(case) | {"K": 64, "V": 64, "dtype": torch.bfloat16})))
-    assert called == expected
+        return call
+
+    for name in ("state_forward", "state_reverse", "chunk_gradient"):
+        op = getattr(torch.ops.rewy_ascend, name)
+        monkeypatch.setattr(torch.ops.rewy_ascend, name, counted(name, op))
+    on_npu(Case(operator, B=1, T=70, K=64, V=64, lengths=lengths, dtype=torch.bfloat16), algebra=algebra)
+    assert called == ["state_forward", "state_forward", "state_reverse", "chunk_gradient"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_state_layouts(operator: str) -> None:
+    """States as [V,K] are states as [K,V] transposed, bit for bit."""
+    x, _, _ = make(Case(operator, B=1, T=70, K=64, V=128, dtype=torch.bfloat16))
+    named = arguments(leaves(x, "npu"))
+    options = {"output_final_state": True, "backend": "ascend"}
+    o, state = rewy.delta_attention(**named, **options)
+    assert named["initial_state"] is not None
+    named["initial_state"] = named["initial_state"].mT
+    o_v, state_v = rewy.delta_attention(**named, **options, state_v_first=True)
+    assert torch.equal(o.cpu(), o_v.cpu())
+    assert torch.equal(state.cpu(), state_v.mT.cpu())
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -97,10 +133,6 @@ def test_repeats_are_bitwise_equal() -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (
-            Case("kda", B=1, K=64, V=64, lengths=(65, 5), dtype=torch.bfloat16),
-            "decays per channel; .* takes sequences of one length",
-        ),
         (Case("delta_rule", K=64, V=64, dtype=torch.float32), "they take bfloat16 and float16, got float32"),
         (Case("delta_rule", K=32, V=64, dtype=torch.bfloat16), "got 64, K = 32 and V = 64"),
     ],
@@ -126,18 +158,19 @@ def test_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         rewy.delta_attention(**arguments(leaves(x, "npu")), backend="ascend")
 
 
-def operands(device: str, N: int = 2, K: int = 64, V: int = 64) -> dict[str, torch.Tensor | float]:
+def operands(device: str, N: int = 2, K: int = 64, V: int = 64) -> dict[str, torch.Tensor | float | None]:
     wide = dict.fromkeys(("q", "k"), (N, 64, K)) | dict.fromkeys(("v", "do", "U", "dR"), (N, 64, V))
     wide |= dict.fromkeys(("S", "dS"), (N, K, V))
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in wide.items()}
-    return tensors | {name: torch.zeros(N, 64, device=device) for name in ("beta", "G")} | {"scale": 1.0}
+    tensors |= {name: torch.zeros(N, 64, 1, device=device) for name in ("b", "G")}
+    return tensors | {"w": None, "far": None, "masks": torch.zeros(8, 64, 64, device=device), "scale": 1.0}
 
 
-def states(device: str, *names: str) -> dict[str, torch.Tensor | int]:
+def states(device: str, *names: str) -> dict[str, torch.Tensor]:
     shapes = {name: (4, 64, 128 if name == "do" else 64) for name in names}
     half = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
     fp32 = {"carry": torch.zeros(4, 64, device=device), "first": torch.zeros(2, 64, 128, device=device)}
-    return half | fp32 | {"steps": 2}
+    return half | fp32 | {"starts": torch.tensor([0, 2, 4], dtype=torch.int32, device=device)}
 
 
 def test_meta_of_the_state_passes() -> None:
@@ -145,6 +178,7 @@ def test_meta_of_the_state_passes() -> None:
     for op, operands in (
         (forward, lambda d: states(d, "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device=d)}),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do")),
+        (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"conventional": True}),
     ):
         real, meta = op(**operands("npu")), op(**operands("meta"))
         assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
@@ -152,9 +186,15 @@ def test_meta_of_the_state_passes() -> None:
         reverse(**states("npu", "minus_X", "K", "T", "A", "Q", "do") | {"carry": torch.zeros(3, 64).npu()})
 
 
-def test_meta() -> None:
-    real = torch.ops.rewy_ascend.chunk_gradient(**operands("npu"))
-    meta = torch.ops.rewy_ascend.chunk_gradient(**operands("meta"))
+def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
+    gates = {name: torch.zeros(2, 64, 64, device=device) for name in ("b", "w", "G")}
+    return operands(device) | gates | {"far": torch.zeros(2, dtype=torch.int32, device=device)}
+
+
+@pytest.mark.parametrize("make_operands", [operands, per_channel])
+def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | None]]) -> None:
+    real = torch.ops.rewy_ascend.chunk_gradient(**make_operands("npu"))
+    meta = torch.ops.rewy_ascend.chunk_gradient(**make_operands("meta"))
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
 
 
@@ -162,14 +202,15 @@ def test_meta() -> None:
     ("change", "error", "message"),
     [
         ({"k": torch.zeros(2, 64, 64)}, TypeError, "k must be BFloat16, got Float"),
-        ({"beta": torch.zeros(2, 63)}, ValueError, r"beta must be \[2, 64\], got \[2, 63\]"),
+        ({"b": torch.zeros(2, 63, 1)}, ValueError, r"b must be \[2, 64, 1\], got \[2, 63, 1\]"),
+        ({"w": torch.zeros(2, 64, 64)}, ValueError, "gates per channel come with decay per channel"),
         (
             {"S": torch.zeros(4, 64, 64, dtype=torch.bfloat16)},
             ValueError,
             r"S must be \[2, 64, 64\], got \[4",
         ),
     ],
-    ids=["dtype", "shape", "count"],
+    ids=["dtype", "shape", "gates", "count"],
 )
 def test_operator_refuses(change: dict[str, torch.Tensor], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -185,5 +226,5 @@ def test_operator_refuses_strides() -> None:
 
 
 def test_operator_refuses_sizes() -> None:
-    with pytest.raises(ValueError, match="K and V must each be 64 or 128, got K = 32, V = 64"):
+    with pytest.raises(ValueError, match="K and V must be multiples of 64 up to 256, got K = 32, V = 64"):
         torch.ops.rewy_ascend.chunk_gradient(**operands("npu", K=32))

@@ -8,15 +8,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gaps import known_gaps
 
 import rewy
 from rewy.dispatch import backends
-from rewy.problem import OPERATORS, Gate
-from rewy.testing import Case, arguments, budgets, computed, errors, exact, leaves, make
+from rewy.problem import OPERATORS
+from rewy.testing import Case, arguments, budgets, computed, error, errors, exact, leaves, make
+from rewy.testing.budgets import FACTOR
 from rewy.testing.verify import QUICK
 
 torch_npu = pytest.importorskip(
@@ -26,8 +27,6 @@ torch_npu = pytest.importorskip(
 )
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# In fp32 a chunk's sums of strong decays lose what fp64 would keep (docs/ascend.md).
-GAP = ("hard resets", torch.float32)
 
 
 def on_npu(case: Case, **options: object) -> dict[str, torch.Tensor]:
@@ -92,21 +91,18 @@ def test_streams_and_events() -> None:
     assert start.elapsed_time(end) >= 0
 
 
-def parity_cases() -> list[Any]:
-    """Every case of `rewy verify` in every dtype; those in the known gap must fail."""
-    cases = [(operator, title, dtype) for operator in OPERATORS for title in QUICK for dtype in DTYPES]
-    gap = pytest.mark.xfail(strict=True, reason="decays are summed in fp32")
-    return [
-        pytest.param(
-            *case, marks=[gap] if case[1:] == GAP and OPERATORS[case[0]].decay is not Gate.NONE else []
-        )
-        for case in cases
-    ]
+PARITY = [(operator, title, dtype) for operator in OPERATORS for title in QUICK for dtype in DTYPES]
 
 
-@pytest.mark.parametrize(("operator", "title", "dtype"), parity_cases(), ids=str)
+@pytest.mark.parametrize(("operator", "title", "dtype"), PARITY, ids=str)
 def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
+    """Every case of `rewy verify` in every dtype."""
     assert_right(replace(QUICK[title], operator=operator, dtype=dtype))
+
+
+def test_known_gaps_are_there() -> None:
+    tests = {f"test_torch_npu.py::test_parity[{'-'.join(map(str, case))}]" for case in PARITY}
+    assert known_gaps().keys() <= tests
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -115,6 +111,39 @@ def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
 )
 def test_options(operator: str, options: dict[str, object]) -> None:
     assert_right(Case(operator, T=130, dtype=torch.bfloat16), **options)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -2.0])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_in_kernel_options(operator: str, lower_bound: float | None) -> None:
+    """All of them, and the state as [V,K], within the usual factor of the reference backend's errors."""
+    x, do, dht = make(Case(operator, T=70, K=64, V=64, dtype=torch.bfloat16))
+    assert dht is not None
+    operands = {name: t for name, t in arguments(x).items() if t is not None}
+    operands["initial_state"] = operands["initial_state"].mT.contiguous()
+    options: dict[str, object] = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": x.write is None,
+    }
+    if x.g is not None:
+        options |= {"use_gate_in_kernel": True, "lower_bound": lower_bound}
+        operands["A_log"] = torch.linspace(-1, 1, x.g.shape[2])
+        operands["dt_bias"] = torch.linspace(-1, 1, x.g[0, 0].numel())
+
+    def results(device: str, backend: str, *dtype: torch.dtype) -> list[torch.Tensor]:
+        named = {name: t.to(device, *dtype, copy=True).requires_grad_() for name, t in operands.items()}
+        o, state = rewy.delta_attention(
+            **named, **options, state_v_first=True, output_final_state=True, backend=backend
+        )
+        loss = [do.to(o), dht.mT.contiguous().to(state)]
+        gradients = torch.autograd.grad([o, state], [*named.values()], loss)
+        return [t.detach().cpu() for t in (o, state, *gradients)]
+
+    expected = results("cpu", "reference", torch.float64)
+    control, found = results("cpu", "reference"), results("npu", "ascend")
+    for right, allowed, actual in zip(expected, control, found, strict=True):
+        roundoff = torch.finfo(actual.dtype).eps / 2
+        assert error(actual, right) <= FACTOR * (error(allowed, right) + roundoff)
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -135,8 +164,9 @@ def test_checkpoint_and_module() -> None:
     assert torch.equal(torch.autograd.grad(again, x.q, do.npu())[0].cpu(), plain.cpu())
 
 
-def test_step() -> None:
-    x, _, _ = make(Case("gated_delta_rule", T=1, dtype=torch.bfloat16))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_step(operator: str) -> None:
+    x, _, _ = make(Case(operator, T=1, dtype=torch.bfloat16))
     expected, _ = rewy.delta_attention_step(**arguments(x))
     on_device = {name: None if t is None else t.npu() for name, t in arguments(x).items()}
     actual, _ = rewy.delta_attention_step(**on_device, backend="ascend")

@@ -13,11 +13,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rewy.algebra.backend import AlgebraBackend
+from rewy.algebra import chunked
+from rewy.algebra.backend import BACKWARDS, AlgebraBackend
 from rewy.backends.ascend import fused, ops
 from rewy.backends.ascend.arithmetic import CubeArithmetic, underflowing
-from rewy.backends.ascend.ops import Stage
-from rewy.problem import Algebra, Gradients, Operands, Problem
+from rewy.problem import Gradients, Operands, Problem
 
 log = logging.getLogger("rewy")
 
@@ -32,37 +32,30 @@ class Ascend(AlgebraBackend):
     def supports(self, problem: Problem) -> tuple[bool, str]:
         if problem.dtype not in self.dtypes:
             return False, f"q must be bfloat16, float16 or float32 on an npu, got {problem.dtype}"
-        if ops.choice()[0] == "require":
-            reasons = {ops.unfit(stage, problem) for stage in Stage}
-            if None not in reasons:
-                return (
-                    False,
-                    f"the custom operators are required, but {'; '.join(sorted(filter(None, reasons)))}",
-                )
+        if ops.choice()[0] == "require" and (reason := ops.unfit(problem)) is not None:
+            return False, f"the custom operators are required, but {reason}"
         return True, ""
 
     def arithmetic(self, problem: Problem) -> CubeArithmetic:
         return CubeArithmetic.of(problem.dtype)
 
     def stages(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor, list[Tensor]]:
-        return fused.forward(problem, underflowing(x), self.arithmetic(problem), _fits(problem))
+        stages = fused.forward if _fits(problem) else chunked.forward
+        return stages(problem, underflowing(x), self.arithmetic(problem))
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        x = underflowing(x)
-        if problem.algebra is Algebra.CONVENTIONAL:
-            return super().backward(problem, x, kept, do, dht)
-        return fused.backward(problem, x, kept, do, dht, self.arithmetic(problem), _fits(problem))
+        backward = fused.backward if _fits(problem) else BACKWARDS[problem.algebra]
+        return backward(problem, underflowing(x), kept, do, dht, self.arithmetic(problem))
 
 
-def _fits(problem: Problem) -> set[Stage]:
-    """The stages that custom operators compute; why they do not compute the others is logged once."""
-    reasons = {stage: ops.unfit(stage, problem) for stage in Stage}
-    for stage, reason in reasons.items():
-        if reason is not None:
-            _log_once(f"{problem.operator.title} does without a custom operator for {stage.value}: {reason}")
-    return {stage for stage, reason in reasons.items() if reason is None}
+def _fits(problem: Problem) -> bool:
+    """Whether the custom operators compute it; why not is logged once."""
+    reason = ops.unfit(problem)
+    if reason is not None:
+        _log_once(f"{problem.operator.title} does without the custom operators: {reason}")
+    return reason is None
 
 
 @cache

@@ -1,31 +1,30 @@
-"""The algebra's forward and ReWY backward with custom operators for the stages that they fit.
+"""The algebra's forward and backwards by custom operators: both state passes, and the gradient of the chunks.
 
-Stacks [M,HV,...] go to the operators as [M·HV,...]; chunk i of a sequence is then row i·P + s of P sequences of
-heads, for the layout of dense sequences is step-major.
+Stacks [M,HV,...] go to the operators as [M·HV,...]. The layout is step-major, longest sequences first, so chunk i of
+the s-th sequence of heads is then row starts[i] + s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from rewy.algebra.adjoint import Reverse, collected, decay_gradient, gradients
+from rewy.algebra.adjoint import Reverse, collected, decay_gradient
 from rewy.algebra.arithmetic import Arithmetic
-from rewy.algebra.chunked import Chunks, attention, solve_rewy, state_pass, wy_inverse
-from rewy.algebra.pairs import Pairs
-from rewy.algebra.rewy import out_of_wy, reverse
-from rewy.backends.ascend.ops import Stage
-from rewy.problem import Gradients, Operands, Problem
+from rewy.algebra.chunked import Chunks, attention, wy_inverse
+from rewy.backends.ascend.ops import CHUNK
+from rewy.problem import Algebra, Gate, Gradients, Operands, Problem
 
 
-def forward(
-    problem: Problem, x: Operands, arithmetic: Arithmetic, fits: set[Stage]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(problem: Problem, x: Operands, arithmetic: Arithmetic) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`rewy.algebra.chunked.forward`."""
     c = Chunks.of(problem, x, arithmetic)
     stage = c.pairs()
     T = wy_inverse(c, stage)
-    S, U, final = _states(c, x, T, fits)
+    S, U, final = _states(c, x, T)
     o = arithmetic.mm(c.Q, S) + arithmetic.mm(attention(c, stage), U)
     return c.layout.unstack(o).to(problem.dtype), final, [T, S, U]
 
@@ -37,60 +36,101 @@ def backward(
     do: Tensor,
     dht: Tensor | None,
     arithmetic: Arithmetic,
-    fits: set[Stage],
 ) -> Gradients:
-    """`rewy.algebra.rewy.backward`."""
+    """`rewy.algebra.rewy.backward`, or that of `rewy.algebra.conventional`, with the pairs of ReWY."""
     c = Chunks.of(problem, x, arithmetic)
-    stage = c.pairs()
+    A = attention(c, c.pairs())
     T, *states = (t[: len(c.k)] for t in kept)
-    S, U = states or _states(c, x, T, fits)[:2]
-    back, dR = _reverse(c, stage, T, do, dht, fits)
-    if Stage.GRADIENT in fits:
-        return _gradients(c, x, S, U, back, dR)
-    dL, dX = out_of_wy(arithmetic, dR, U, S)
-    return gradients(c, x, stage, S, U, back, dL, dX, dR)
+    S, U = states or _states(c, x, T)[:2]
+    if problem.algebra is Algebra.CONVENTIONAL:
+        back, dR, dU = _reverse(c, A, T, do, dht, through=arithmetic.mm(T, c.X))
+        return gradients(c, x, S, U, back, dR, [dU, -c.X, c.written, T])
+    back, dR, _ = _reverse(c, A, T, do, dht)
+    return gradients(c, x, S, U, back, dR)
 
 
-def _states(c: Chunks, x: Operands, T: Tensor, fits: set[Stage]) -> tuple[Tensor, Tensor, Tensor]:
+def _states(c: Chunks, x: Operands, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`state_pass`: the states before each chunk, U, the final states."""
-    if Stage.FORWARD not in fits:
-        return state_pass(c, c.initial(x), solve_rewy(c, T))
     operands = _flat(c, c.X), _flat(c, c.K), _flat(c, T), _flat(c, c.written, torch.float32), _carry(c)
-    results = torch.ops.rewy_ascend.state_forward(*operands, _first(c, c.initial(x)), len(c.layout.steps))
+    results = torch.ops.rewy_ascend.state_forward(*operands, _first(c.initial(x)), _starts(c))
     S, U, final = _stacked(c, *results)
-    return S, U, final
+    return S, U, c.layout.unsort(final)
 
 
 def _reverse(
-    c: Chunks, stage: Pairs, T: Tensor, do: Tensor, dht: Tensor | None, fits: set[Stage]
-) -> tuple[Reverse, Tensor]:
-    """`reverse_pass`, and dR."""
-    A = attention(c, stage)
-    if Stage.REVERSE not in fits:
-        return reverse(c, A, T, do, dht)
+    c: Chunks, A: Tensor, T: Tensor, do: Tensor, dht: Tensor | None, through: Tensor | None = None
+) -> tuple[Reverse, Tensor, Tensor]:
+    """`reverse_pass` and dR; also dU, empty without `through`, the W of the conventional form."""
     p = c.problem
     do = c.layout.stack(do, c.arithmetic.work)
-    last = do.new_zeros(p.N, p.HV, p.K, p.V) if dht is None else dht.to(c.arithmetic.work)
-    operands = (_flat(c, t) for t in (-c.X, c.K, T, A, c.Q, do))
-    results = torch.ops.rewy_ascend.state_reverse(*operands, _carry(c), _first(c, last), len(c.layout.steps))
-    dS, dR, initial = _stacked(c, *results)
-    return Reverse(do, dS, initial), dR
+    last = do.new_zeros(p.N, p.HV, p.K, p.V) if dht is None else c.layout.sort(dht.to(c.arithmetic.work))
+    keys = -(c.X if through is None else through)
+    operands = (_flat(c, t) for t in (keys, c.K, T, A, c.Q, do))
+    results = torch.ops.rewy_ascend.state_reverse(
+        *operands, _carry(c), _first(last), _starts(c), conventional=through is not None
+    )
+    dS, dR, initial, dU = _stacked(c, *results)
+    return Reverse(do, dS, c.layout.unsort(initial)), dR, dU
 
 
-def _gradients(c: Chunks, x: Operands, S: Tensor, U: Tensor, back: Reverse, dR: Tensor) -> Gradients:
-    """`gradients` for scalar decay or none."""
-    p = c.problem
+def gradients(
+    c: Chunks,
+    x: Operands,
+    S: Tensor,
+    U: Tensor,
+    back: Reverse,
+    dR: Tensor,
+    conventional: Sequence[Tensor] = (),
+) -> Gradients:
+    """`rewy.algebra.adjoint.gradients`, with the second and third of the three products.
+
+    Or, from dU, −X, w ⊙ v and T, with those of the conventional form.
+    """
+    by_channel = c.problem.operator.decay is Gate.CHANNEL
     operands = (_flat(c, t) for t in (c.q, c.k, c.v))
-    gates = (_flat(c, t[..., 0], torch.float32) for t in (c.b, c.G))
+    b, G = (_flat(c, t, torch.float32) for t in (c.b, c.G))
+    w = None if x.write is None else _flat(c, c.w, torch.float32)
     adjoints = (_flat(c, t) for t in (back.do, U, dR, S, back.dS))
-    results = torch.ops.rewy_ascend.chunk_gradient(*operands, *gates, *adjoints, p.scale)
-    dq, dk, dv, dbeta, dG, remaining = _stacked(c, *results)
+    far = _far(c) if by_channel else None
+    results = torch.ops.rewy_ascend.chunk_gradient(
+        *operands,
+        b,
+        w,
+        G,
+        *adjoints,
+        far,
+        _masks(G.device),
+        c.problem.scale,
+        *(_flat(c, t) for t in conventional),
+    )
+    dq, dk, dv, db, dG, remaining = _stacked(c, *results[:4], *results[5:])
+    dw = None if w is None else _stacked(c, results[4])[0]
 
     dg = None
     if x.g is not None:
-        whole = c.whole * (S * back.dS).sum((-2, -1))[..., None, None]
-        dg = decay_gradient(dG[..., None], remaining[..., None], whole)
-    return collected(c, x, back, dq=dq, dk=dk, dv=dv, dg=dg, db=dbeta[..., None], dw=None)
+        whole = (S * back.dS).sum(-1)[..., None, :]
+        whole = whole if by_channel else whole.sum(-1, keepdim=True)
+        dg = decay_gradient(dG, remaining, c.whole * whole)
+    return collected(c, x, back, dq=dq, dk=dk, dv=dv, dg=dg, db=db, dw=dw)
+
+
+def _far(c: Chunks) -> Tensor:
+    """[M·HV]: 1 where some channel decays too far from the middle of the chunk, on which operands are centred."""
+    middle = (c.G[..., :1, :] + c.G[..., -1:, :]) / 2
+    return ((c.G - middle).abs().amax((-2, -1)) > c.arithmetic.span).flatten().to(torch.int32)
+
+
+@cache
+def _masks(device: torch.device) -> Tensor:
+    """[8,C,C]: the pairs i > j, those of each pass of a far chunk, the diagonal.
+
+    Pass l has the pairs of the two halves of each block of 2^(l+1) tokens: i and j differ in bit l and none above.
+    """
+    i = torch.arange(CHUNK)[:, None]
+    j = i.mT
+    differ = i ^ j
+    passes = [(i > j) & (differ >= m) & (differ < 2 * m) for m in (1, 2, 4, 8, 16, 32)]
+    return torch.stack([i > j, *passes, i == j]).float().to(device)
 
 
 def _flat(c: Chunks, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -107,5 +147,11 @@ def _carry(c: Chunks) -> Tensor:
     return _flat(c, c.whole[..., 0, :].expand(-1, -1, c.problem.K), torch.float32)
 
 
-def _first(c: Chunks, states: Tensor) -> Tensor:
+def _first(states: Tensor) -> Tensor:
     return states.flatten(0, 1).contiguous()
+
+
+def _starts(c: Chunks) -> Tensor:
+    """[steps+1]: the row that each step of the scan starts at, and the end."""
+    ends = [i.stop * c.problem.HV for i in c.layout.steps]
+    return torch.tensor([0, *ends], dtype=torch.int32).to(c.k.device, non_blocking=True)

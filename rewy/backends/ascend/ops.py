@@ -1,33 +1,24 @@
 """The custom operators: where their library is, whether it can be used, and for what.
 
 `scripts/build_ascend.sh` builds `librewy_ascend.so` beside this file. REWY_ASCEND_OPS chooses: `auto` (the
-default) uses the operators for the stages that they fit, torch_npu's for the others; `require` refuses a call of
-which they would compute no stage; `never` leaves everything to torch_npu; the path of a library requires that one.
+default) uses the operators where they fit and torch_npu's elsewhere; `require` refuses a call that they do not fit;
+`never` leaves everything to torch_npu; the path of a library requires that one.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from rewy.problem import Algebra, Gate, Problem
+from rewy.problem import Problem
 
 LIBRARY = Path(__file__).with_name("librewy_ascend.so")
 CHIPS = "Ascend950"
-SIZES = (64, 128)
 CHUNK = 64
-
-
-class Stage(enum.Enum):
-    """What the operators compute."""
-
-    FORWARD = "the state pass"
-    REVERSE = "the reverse state pass"
-    GRADIENT = "the gradient of the chunks"
+SIZES = (64, 128, 192, 256)
 
 
 def choice() -> tuple[str, Path]:
@@ -40,8 +31,8 @@ def choice() -> tuple[str, Path]:
     raise ValueError(f"REWY_ASCEND_OPS must be auto, require, never or the path of a .so, got {value!r}")
 
 
-def unfit(stage: Stage, problem: Problem) -> str | None:
-    """Why the custom operators do not compute this stage of a problem, or None when they do."""
+def unfit(problem: Problem) -> str | None:
+    """Why the custom operators do not compute a problem, or None when they do."""
     mode, library = choice()
     if mode == "never":
         return "REWY_ASCEND_OPS=never"
@@ -49,15 +40,9 @@ def unfit(stage: Stage, problem: Problem) -> str | None:
         return f"they take bfloat16 and float16, got {str(problem.dtype).removeprefix('torch.')}"
     if problem.chunk_size != CHUNK or problem.K not in SIZES or problem.V not in SIZES:
         return (
-            f"they take chunks of {CHUNK} and K and V of {' or '.join(map(str, SIZES))}, "
+            f"they take chunks of {CHUNK} and K and V of {', '.join(map(str, SIZES))}, "
             f"got {problem.chunk_size}, K = {problem.K} and V = {problem.V}"
         )
-    if stage is not Stage.FORWARD and problem.algebra is not Algebra.REWY:
-        return f"{stage.value} is there in the ReWY form only, got algebra {problem.algebra.value}"
-    if stage is Stage.GRADIENT and problem.operator.decay is Gate.CHANNEL:
-        return f"{stage.value} takes scalar decay or none, {problem.operator.title} decays per channel"
-    if stage is not Stage.GRADIENT and (problem.varlen or problem.T == 0):
-        return f"{stage.value} takes sequences of one length, these are packed or empty"
     return _unavailable(library)
 
 

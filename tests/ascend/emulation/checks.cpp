@@ -1,6 +1,7 @@
 // The emulation's own checks: `checks NAME` runs one of them, `checks` lists them. Each either computes something
 // known, or plants one fault that must be reported in so many words.
 #include "kernel_operator.h"
+#include "launch.h"
 
 #include <cstdio>
 #include <map>
@@ -352,6 +353,33 @@ void handover(bool credit)
 }
 PASSES(handover_with_credit) { handover(true); }
 REPORTS(handover_without_credit, "with no wait between") { handover(false); }
+
+// ---- tiling (csrc/launch.h) --------------------------------------------------------------------------------------
+
+PASSES(tiling_gives_no_core_nothing)
+{
+    expect(rewy::chunk_gradient_tiling(5, 64, 64, 32, 1.0, false).blocks == 5, "five chunks, five blocks");
+    expect(rewy::chunk_gradient_tiling(500, 64, 64, 24, 1.0, false).blocks == 24, "every core of a chip with 24");
+    expect(rewy::state_pass_tiling(40, 4, 10, 128, 128, 32, false, false).blocks == 8, "four scans in two tiles each");
+}
+
+PASSES(tiling_of_values)
+{
+    auto tile = [](int64_t P, int64_t K, int64_t V) { return rewy::state_pass_tiling(P, P, 1, K, V, 32, true, false).tile; };
+    expect(tile(32, 128, 128) == 128, "wide tiles where they keep every core busy");
+    expect(tile(31, 128, 128) == 64, "narrow ones where they do not");
+    expect(tile(16, 128, 256) == 128, "two wide tiles of a sequence count as two");
+    expect(tile(64, 192, 128) == 64 && tile(64, 256, 128) == 64, "narrow ones for states of more than 128 rows");
+    expect(tile(64, 64, 192) == 64, "narrow ones for what is no multiple of 128");
+    const rewy::StatePassTiling t = rewy::state_pass_tiling(8, 8, 1, 128, 192, 32, false, false);
+    expect(t.tiles * t.tile == 192, "tiles cover the values");
+}
+
+PASSES(sizes_taken)
+{
+    for (int64_t n : {64, 128, 192, 256}) expect(rewy::takes_sizes(n, 64) && rewy::takes_sizes(64, n), "multiples of 64");
+    for (int64_t n : {0, 32, 96, 320}) expect(!rewy::takes_sizes(n, 64) && !rewy::takes_sizes(64, n), "nothing else");
+}
 
 }  // namespace
 

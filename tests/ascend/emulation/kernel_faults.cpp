@@ -1,11 +1,12 @@
 // Runs a kernel over the emulation on random operands, with one flag dropped if its name is given:
-// kernel_faults chunk_gradient|state_forward|state_reverse [MTE2_V(0) | CROSS_CORE(3) | ...].
+// kernel_faults chunk_gradient|state_forward|... [MTE2_V(0) | CROSS_CORE(3) | ...].
 // Prints what the emulation reports.
 #include "chunk_gradient.h"
 #include "state_pass.h"
 
 #include <cstdio>
 #include <deque>
+#include <map>
 #include <random>
 
 namespace {
@@ -25,30 +26,51 @@ uint8_t *some(size_t n)
     return reinterpret_cast<uint8_t *>(x.data());
 }
 
-void chunk_gradient()
+uint8_t *numbers(std::vector<int32_t> x)
+{
+    static std::deque<std::vector<int32_t>> all;
+    return reinterpret_cast<uint8_t *>(all.emplace_back(std::move(x)).data());
+}
+
+template <bool DECAY, bool GATES>
+void chunk_gradient(bool conventional = false)
 {
     uint8_t *q = some<T>(N * C * K), *k = some<T>(N * C * K), *v = some<T>(N * C * V), *d_o = some<T>(N * C * V);
     uint8_t *U = some<T>(N * C * V), *dR = some<T>(N * C * V), *S = some<T>(N * K * V), *dS = some<T>(N * K * V);
-    uint8_t *beta = some<float>(N * C), *G = some<float>(N * C);
+    uint8_t *b = some<float>(N * C * K), *w = some<float>(N * C * V), *G = some<float>(N * C * K);
+    uint8_t *far_ = numbers({0, 1, 0, 0, 0, 1}), *masks_ = some<float>(8 * C * C);
     uint8_t *dq = some<float>(N * C * K), *dk = some<float>(N * C * K), *dv = some<T>(N * C * V);
-    uint8_t *dbeta = some<float>(N * C), *dG = some<float>(N * C), *rest = some<float>(N * C);
+    uint8_t *db = some<float>(N * C * K), *dw = some<float>(N * C * V), *dG = some<float>(N * C * K);
+    uint8_t *remaining = some<float>(N * C * K), *dU = some<T>(N * C * V), *minus_X = some<T>(N * C * K);
+    uint8_t *written = some<T>(N * C * V), *T_ = some<T>(N * C * C);
     emulation::launch(CORES, [=] {
-        rewy::ChunkGradient<T, K, V>(q, k, v, beta, G, d_o, U, dR, S, dS, dq, dk, dv, dbeta, dG, rest,
-                                     rewy::chunk_gradient_tiling(N, CORES, 0.1));
+        rewy::ChunkGradient<T, DECAY, GATES>(REWY_CHUNK_GRADIENT_NAMES,
+                                             rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, conventional));
     });
 }
 
-void state_pass(bool reverse)
+void state_pass(bool reverse, bool conventional = false)
 {
     uint8_t *X = some<T>(N * C * K), *K_ = some<T>(N * C * K), *T_ = some<T>(N * C * C), *A = some<T>(N * C * C);
     uint8_t *Q = some<T>(N * C * K), *d_o = some<T>(N * C * V), *written = some<float>(N * C * V);
     uint8_t *carry = some<float>(N * K), *first = some<float>(P * K * V), *states = some<float>(N * K * V);
-    uint8_t *solved = some<float>(N * C * V), *last = some<float>(P * K * V);
+    uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers({0, P, N});
+    uint8_t *unsolved = some<float>(N * C * V);
     emulation::launch(CORES, [=] {
-        rewy::StatePass<T, K, V>(X, K_, T_, A, Q, d_o, written, carry, first, states, solved, last,
-                                 rewy::state_pass_tiling(P, STEPS, CORES, reverse));
+        rewy::StatePass<T, 64>(REWY_STATE_PASS_NAMES,
+                               rewy::state_pass_tiling(N, P, STEPS, K, V, CORES, reverse, conventional));
     });
 }
+
+const std::map<std::string, std::function<void()>> KERNELS{
+    {"chunk_gradient", [] { chunk_gradient<false, false>(); }},
+    {"chunk_gradient_channel_decay", [] { chunk_gradient<true, false>(); }},
+    {"chunk_gradient_channel_gates", [] { chunk_gradient<true, true>(); }},
+    {"chunk_gradient_conventional", [] { chunk_gradient<false, false>(true); }},
+    {"state_forward", [] { state_pass(false); }},
+    {"state_reverse", [] { state_pass(true); }},
+    {"state_reverse_conventional", [] { state_pass(true, true); }},
+};
 
 }  // namespace
 
@@ -56,15 +78,12 @@ int main(int argc, char **argv)
 {
     const std::string kernel = argc > 1 ? argv[1] : "";
     if (argc > 2) emulation::dropped = argv[2];
+    if (!KERNELS.contains(kernel)) {
+        for (const auto &[name, run] : KERNELS) std::fprintf(stderr, "kernel_faults %s [flag]\n", name.c_str());
+        return 1;
+    }
     try {
-        if (kernel == "chunk_gradient") {
-            chunk_gradient();
-        } else if (kernel == "state_forward" || kernel == "state_reverse") {
-            state_pass(kernel == "state_reverse");
-        } else {
-            std::fputs("kernel_faults chunk_gradient|state_forward|state_reverse [flag]\n", stderr);
-            return 1;
-        }
+        KERNELS.at(kernel)();
     } catch (const emulation::Failure &failure) {
         std::puts(failure.what());
         return 0;

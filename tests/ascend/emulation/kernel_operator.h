@@ -389,6 +389,12 @@ public:
         t.size_ = offset <= size_ ? size_ - offset : 0;
         return t;
     }
+    // doc: 数据结构/GlobalTensor/GetValue
+    T GetValue(uint64_t offset, Place place = Place::current()) const
+    {
+        Instruction i("GetValue", PIPE_S, place);
+        return *at(i, offset, 1);
+    }
     T *at(const Instruction &i, uint64_t offset, uint64_t count) const
     {
         require(offset + count <= size_, i.place(), i.name(), " touches elements ", offset, "..", offset + count,
@@ -793,15 +799,24 @@ void Mmad(const LocalTensor<float> &dst, const LocalTensor<T> &a, const LocalTen
     // Accumulating on a tile this large needs no barrier between the products.
     const bool forwarded = !p.cmatrixInitVal && (p.m / 16) * (p.n / 16) >= 10;
     float *C = dst.write(i, 0, M * N, 0, forwarded);
+    // The factors as floats, [k][m] and [k][n].
+    auto widened = [&](const T *from, size_t rows, size_t padded) {
+        std::vector<float> to(p.k * rows);
+        for (size_t k = 0; k < p.k; ++k)
+            for (size_t r = 0; r < rows; ++r)
+                to[k * rows + r] = static_cast<float>(from[(k / 16) * padded * 16 + r * 16 + k % 16]);
+        return to;
+    };
+    const std::vector<float> left = widened(A, p.m, M), right = widened(B, p.n, N);
+    std::vector<float> sums(p.n);
     for (size_t m = 0; m < p.m; ++m) {
-        for (size_t n = 0; n < p.n; ++n) {
-            float &out = C[(n / 16) * M * 16 + m * 16 + n % 16];
-            float sum = p.cmatrixInitVal ? 0.0f : out;
-            for (size_t k = 0; k < p.k; ++k)
-                sum += static_cast<float>(A[(k / 16) * M * 16 + m * 16 + k % 16]) *
-                       static_cast<float>(B[(k / 16) * N * 16 + n * 16 + k % 16]);
-            out = sum;
+        auto out = [&](size_t n) -> float & { return C[(n / 16) * M * 16 + m * 16 + n % 16]; };
+        for (size_t n = 0; n < p.n; ++n) sums[n] = p.cmatrixInitVal ? 0.0f : out(n);
+        for (size_t k = 0; k < p.k; ++k) {
+            const float a = left[k * p.m + m];
+            for (size_t n = 0; n < p.n; ++n) sums[n] += a * right[k * p.n + n];
         }
+        for (size_t n = 0; n < p.n; ++n) out(n) = sums[n];
     }
 }
 

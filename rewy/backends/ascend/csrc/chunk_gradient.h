@@ -1,17 +1,26 @@
-// The ReWY gradient of one chunk, for scalar decay or none: everything between the reverse state pass and the
-// gradients of the operands, in one kernel. Letters: docs/derivation.md; formulas per chunk and value head:
+// The gradient of one chunk: everything between the reverse state pass and the gradients of the operands, in one
+// kernel, for every kind of gate. Letters: docs/derivation.md; formulas per chunk and value head, for each tile of 64
+// key channels:
 //
-//   cube    do Uᵀ, dR Uᵀ                 [C,C]     do Sᵀ, dR Sᵀ, U dS⁺ᵀ      [C,K]
-//   vector  M_A = scale · do Uᵀ ⊙ e^{G_i−G_j}      M_L = −dR Uᵀ ⊙ e^{G_i−G_j}    (i > j, rounded to T)
-//   cube    M_A k, M_L k, M_Aᵀ q + M_Lᵀ (b k)      [C,K]
-//   vector  dq, dk, dv, dβ and the gate gradient dG
+//   cube    do Uᵀ, dR Uᵀ  [C,C], once          do Sᵀ, dR Sᵀ, U dS⁺ᵀ  [C,D]
+//   vector  M_A = scale · do Uᵀ, M_L = −dR Uᵀ below the diagonal, and k̂, q̂, b̂k, the operands of pairs
+//   cube    M_A k̂, M_L k̂, M_Aᵀ q̂ + M_Lᵀ b̂k  [C,D]
+//   vector  dq, dk, db and the gate gradient dG; besides, for each tile of value channels, dv and dw
 //
 // dR Uᵀ and dR Sᵀ are the second and third of the three products around T (the reverse state pass made dR); no
-// inverse adjoint, no W, no Gram matrix. Pairs enter dG from the operands that were multiplied, after rounding,
-// so that their two signs cancel. Diagonal pairs carry no decay and stay out of dG.
+// inverse adjoint, no W, no Gram matrix. For comparison the kernel also has the conventional form, which makes what
+// takes their place from dU: dW = −dU Sᵀ, dT = dW Xᵀ + dU (w ⊙ v)ᵀ, Tᵀ dT Tᵀ and Tᵀ dW, rounded on the way as operands
+// are. All else is the same.
 //
-// dG leaves out two terms that add up differently over tokens: k · dK̃, which leaves as `remaining`, and
-// e^Γ Σ S ⊙ dS⁺, which wants S and dS⁺ in fp32.
+// Decay of pairs. With one decay per head, e^{G_i−G_j} weighs M_A and M_L, and the operands are q, k and b k. With one
+// per channel it is split between the operands, e^{G_i−c} for rows and e^{c−G_j} for columns, and taken back from the
+// products. A chunk whose range of G allows it takes the middle of that range as c, in one pass. Any other (`far`)
+// takes six passes: pass l has the pairs whose halves of blocks of 2^(l+1) tokens meet, with c the last decay of the
+// earlier half, so that no exponent is positive. Each pair is in exactly one pass (`masks`).
+//
+// Pairs enter dG from the operands that were multiplied, after rounding, so that their two signs cancel. Diagonal
+// pairs carry no decay and stay out of dG. dG leaves out two terms that add up differently over tokens: k ⊙ dK̃, which
+// leaves as `remaining`, and e^Γ Σ S ⊙ dS⁺, which wants S and dS⁺ in fp32.
 //
 // One cube core works with its two vector cores, which take 32 rows of the chunk each. OUTER_READY and OUTER_FREE
 // are a pair, primed before the loop and drained after it. The other two flags need no FREE of their own: each
@@ -24,354 +33,598 @@
 namespace rewy {
 
 // Cross-core flags (mode 2).
-constexpr uint16_t OUTER_READY = 0;  // cube → vector: the first five products are in the unified buffers
+constexpr uint16_t OUTER_READY = 0;  // cube → vector: products with states (and scores) are in the unified buffers
 constexpr uint16_t OUTER_FREE = 1;   // vector → cube: they have been used
-constexpr uint16_t PAIRS_READY = 2;  // vector → cube: M_A, M_L and b k are in L1
-constexpr uint16_t INNER_READY = 3;  // cube → vector: the contractions with k and q are in the unified buffers
+constexpr uint16_t PAIRS_READY = 2;  // vector → cube: M_A, M_L, k̂, q̂ and b̂k are in L1
+constexpr uint16_t INNER_READY = 3;  // cube → vector: their products are in the unified buffers
 
+// [N,C..K] is [N,C], or [N,C,K] where the gate has a number for each channel.
 template <class T>
 struct ChunkGradientOperands {
-    GlobalTensor<T> q, k;           // [N,C,K]
-    GlobalTensor<T> v, d_o, U, dR;  // [N,C,V]
-    GlobalTensor<T> S, dS;          // [N,K,V] the state before the chunk, the gradient of the state after it
-    GlobalTensor<float> beta, G;    // [N,C]
-    GlobalTensor<float> dq, dk;     // [N,C,K]
-    GlobalTensor<T> dv;             // [N,C,V]
-    GlobalTensor<float> dbeta, dG;  // [N,C]
-    GlobalTensor<float> remaining;  // [N,C] k · dK̃ e^{Γ−G}
-    float scale;
-    int32_t N;
+    GlobalTensor<T> q, k;            // [N,C,K]
+    GlobalTensor<T> v, d_o, U, dR;   // [N,C,V]
+    GlobalTensor<T> S, dS;           // [N,K,V] the state before the chunk, the gradient of the state after it
+    GlobalTensor<float> b;           // [N,C..K] erase gate
+    GlobalTensor<float> w;           // [N,C,V] write gate; none where it is b
+    GlobalTensor<float> G;           // [N,C..K]
+    GlobalTensor<int32_t> far;       // [N] for decay per channel
+    GlobalTensor<float> masks;       // [8,C,C] all pairs, those of each of six passes, the diagonal
+    GlobalTensor<float> dq, dk;      // [N,C,K]
+    GlobalTensor<T> dv;              // [N,C,V]
+    GlobalTensor<float> db, dw;      // like b and w; db has dw's share where there is no w
+    GlobalTensor<float> dG;          // like G
+    GlobalTensor<float> remaining;   // like G: k ⊙ dK̃ e^{Γ−G}
+    GlobalTensor<T> dU, minus_X;     // [N,C,V], [N,C,K], the conventional form only, as are
+    GlobalTensor<T> written, T_;     // [N,C,V] w ⊙ v, [N,C,C]
+    ChunkGradientTiling tiling;
 };
 
-// Where the products that cross between cores lie in every unified buffer, and the operands in L1.
-template <int K, int V>
+constexpr uint32_t TILE = R * D * 4;        // bytes of a tile of floats on a vector core: [R,D] or [R,C]
+constexpr int PASSES = 6;                   // of a far chunk
+constexpr int ALL_PAIRS = 0, DIAGONAL = 7;  // masks
+
+// Where the products that cross between cores lie in every unified buffer, and what vector cores write into L1.
 struct Places {
-    // unified buffers, bytes
-    static constexpr uint32_t DO_U = 0;                          // [R,C] do Uᵀ
-    static constexpr uint32_t DR_U = DO_U + R * C * 4;           // [R,C] dR Uᵀ
-    static constexpr uint32_t DO_S = DR_U + R * C * 4;           // [R,K] do Sᵀ
-    static constexpr uint32_t DR_S = DO_S + R * K * 4;           // [R,K] dR Sᵀ
-    static constexpr uint32_t U_DS = DR_S + R * K * 4;           // [R,K] U dS⁺ᵀ
-    static constexpr uint32_t MA_K = U_DS + R * K * 4;           // [R,K] M_A k
-    static constexpr uint32_t ML_K = MA_K + R * K * 4;           // [R,K] M_L k
-    static constexpr uint32_t RIGHT = ML_K + R * K * 4;          // [R,K] M_Aᵀ q + M_Lᵀ (b k)
-    static constexpr uint32_t UB_OWN = RIGHT + R * K * 4;        // the vector core's own from here
-    // L1
-    static constexpr Operand L1_DO{0, C, V};
-    static constexpr Operand L1_U{L1_DO.address + C * V * 2, C, V};
-    static constexpr Operand L1_DR{L1_U.address + C * V * 2, C, V};
-    static constexpr Operand L1_S{L1_DR.address + C * V * 2, K, V};
-    static constexpr Operand L1_DS{L1_S.address + K * V * 2, K, V};
-    static constexpr Operand L1_K{L1_DS.address + K * V * 2, C, K};
-    static constexpr Operand L1_Q{L1_K.address + C * K * 2, C, K};
-    static constexpr Operand L1_MA{L1_Q.address + C * K * 2, C, C};
-    static constexpr Operand L1_ML{L1_MA.address + C * C * 2, C, C};
-    static constexpr Operand L1_BK{L1_ML.address + C * C * 2, C, K};
+    static constexpr uint32_t DO_U = 0 * TILE;   // [R,C] do Uᵀ, then M_A
+    static constexpr uint32_t DR_U = 1 * TILE;   // [R,C] dR Uᵀ, then M_L
+    static constexpr uint32_t DO_S = 2 * TILE;   // [R,D] do Sᵀ, then all of dq but the diagonal
+    static constexpr uint32_t DR_S = 3 * TILE;   // [R,D] dR Sᵀ, then E
+    static constexpr uint32_t U_DS = 4 * TILE;   // [R,D] U dS⁺ᵀ, then all of dk that does not pass through b k
+    static constexpr uint32_t MA_K = 5 * TILE;   // [R,D] M_A k̂
+    static constexpr uint32_t ML_K = 6 * TILE;   // [R,D] M_L k̂
+    static constexpr uint32_t RIGHT = 7 * TILE;  // [R,D] M_Aᵀ q̂ + M_Lᵀ b̂k
+    static constexpr uint32_t UB_OWN = 8 * TILE; // the vector core's own from here
+
+    static constexpr uint32_t L1_TILE = C * D * 2;
+    static constexpr Operand L1_MA{0 * L1_TILE, C, C};
+    static constexpr Operand L1_ML{1 * L1_TILE, C, C};
+    static constexpr Operand L1_K{2 * L1_TILE, C, D};
+    static constexpr Operand L1_Q{3 * L1_TILE, C, D};
+    static constexpr Operand L1_BK{4 * L1_TILE, C, D};
+    static constexpr uint32_t L1_LOADED = 5 * L1_TILE;  // what the cube core loads from here
 };
 
-template <class T, int K, int V>
+// The passes that the pairs of a chunk take.
+template <bool CHANNEL_DECAY, class T>
+__aicore__ inline int Passes(const ChunkGradientOperands<T> &x, int32_t i_n)
+{
+    if constexpr (CHANNEL_DECAY) return x.far.GetValue(i_n) ? PASSES : 1;
+    return 1;
+}
+
+template <class T, bool CHANNEL_DECAY>
 class ChunkGradientCube : Cube<T> {
 public:
-    __aicore__ inline explicit ChunkGradientCube(const ChunkGradientOperands<T> &x) : x(x) {}
+    __aicore__ inline explicit ChunkGradientCube(const ChunkGradientOperands<T> &x)
+        : x(x), K(x.tiling.K), V(x.tiling.V), L1_DO{P::L1_LOADED, C, V}, L1_U{L1_DO.address + C * V * 2, C, V},
+          L1_DR{L1_U.address + C * V * 2, C, V}, L1_S(L1_DR.address + C * V * 2), L1_DS(L1_S + K * V * 2),
+          L1_WRITTEN{L1_DS + K * V * 2, C, V}, L1_X(L1_WRITTEN.address + C * V * 2), L1_DW(L1_X + C * K * 2),
+          L1_T{L1_DW + C * K * 2, C, C}, L1_DT{L1_T.address + C * C * 2, C, C},
+          L1_TDT{L1_DT.address + C * C * 2, C, C}
+    {
+    }
 
     __aicore__ inline void Run()
     {
         this->Prime();
-        for (int32_t i_n = GetBlockIdx(); i_n < x.N; i_n += GetBlockNum()) Chunk(i_n);
+        for (int32_t i_n = GetBlockIdx(); i_n < x.tiling.N; i_n += GetBlockNum()) Chunk(i_n);
         CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
         this->Drain();
     }
 
 private:
-    using P = Places<K, V>;
+    using P = Places;
 
     __aicore__ inline void Chunk(int32_t i_n)
     {
-        const uint64_t o_k = uint64_t(i_n) * C * K, o_v = uint64_t(i_n) * C * V, o_s = uint64_t(i_n) * K * V;
+        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
+        const uint64_t o_v = uint64_t(i_n) * C * V, o_s = uint64_t(i_n) * K * V;
         WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(P::L1_DO, x.d_o[o_v]);
-        this->Load(P::L1_U, x.U[o_v]);
+        this->Load(L1_DO, x.d_o[o_v]);
+        this->Load(L1_U, x.U[o_v]);
         SetFlag<HardEvent::MTE2_MTE1>(0);
-        this->Load(P::L1_DR, x.dR[o_v]);
+        if (x.tiling.conventional) {
+            this->Load(L1_DR, x.dU[o_v]);
+            this->Load(L1_WRITTEN, x.written[o_v]);
+            this->Load(L1_T, x.T_[uint64_t(i_n) * C * C]);
+            for (int i_k = 0; i_k < K; i_k += D) {
+                this->Load(TokenTile(L1_X, i_k), x.minus_X[uint64_t(i_n) * C * K + i_k], K);
+            }
+        } else {
+            this->Load(L1_DR, x.dR[o_v]);
+        }
         SetFlag<HardEvent::MTE2_MTE1>(1);
-        this->Load(P::L1_S, x.S[o_s]);
+        for (int i_k = 0; i_k < K; i_k += D) {
+            this->Load(KeyTile(L1_S, i_k), x.S[o_s + i_k * V]);
+            this->Load(KeyTile(L1_DS, i_k), x.dS[o_s + i_k * V]);
+        }
         SetFlag<HardEvent::MTE2_MTE1>(2);
-        this->Load(P::L1_DS, x.dS[o_s]);
-        SetFlag<HardEvent::MTE2_MTE1>(3);
-        this->Load(P::L1_K, x.k[o_k]);
-        this->Load(P::L1_Q, x.q[o_k]);
-        SetFlag<HardEvent::MTE2_MTE1>(4);
 
+        for (int i_k = 0; i_k < K; i_k += D) {
+            CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
+            if (i_k == 0) Scores();
+            this->Multiply(L1_DO, KeyTile(L1_S, i_k).T());
+            this->ToVector(P::DO_S);
+            if (x.tiling.conventional) {
+                this->Multiply(L1_T.T(), TokenTile(L1_DW, i_k));
+            } else {
+                this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+            }
+            this->ToVector(P::DR_S);
+            this->Multiply(L1_U, KeyTile(L1_DS, i_k).T());
+            if (i_k + D == K) SetFlag<HardEvent::MTE1_MTE2>(0);
+            this->ToVector(P::U_DS);
+            CrossCoreSetFlag<2, PIPE_FIX>(OUTER_READY);
+            for (int pass = 0; pass < passes; ++pass) Contract();
+        }
+    }
+
+    __aicore__ inline void Scores()
+    {
         WaitFlag<HardEvent::MTE2_MTE1>(0);
-        this->Multiply(P::L1_DO, P::L1_U.T());
-        CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
+        this->Multiply(L1_DO, L1_U.T());
         this->ToVector(P::DO_U);
         WaitFlag<HardEvent::MTE2_MTE1>(1);
-        this->Multiply(P::L1_DR, P::L1_U.T());
-        this->ToVector(P::DR_U);
+        if (!x.tiling.conventional) {
+            this->Multiply(L1_DR, L1_U.T());
+            this->ToVector(P::DR_U);
+        }
         WaitFlag<HardEvent::MTE2_MTE1>(2);
-        this->Multiply(P::L1_DO, P::L1_S.T());
-        this->ToVector(P::DO_S);
-        this->Multiply(P::L1_DR, P::L1_S.T());
-        this->ToVector(P::DR_S);
-        WaitFlag<HardEvent::MTE2_MTE1>(3);
-        this->Multiply(P::L1_U, P::L1_DS.T());
-        this->ToVector(P::U_DS);
-        CrossCoreSetFlag<2, PIPE_FIX>(OUTER_READY);
+        if (x.tiling.conventional) ThroughInverse();
+    }
 
-        WaitFlag<HardEvent::MTE2_MTE1>(4);
+    // −dW and Tᵀ dT Tᵀ, dU being where dR would be.
+    __aicore__ inline void ThroughInverse()
+    {
+        for (int i_k = 0; i_k < K; i_k += D) {
+            this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+            this->ToOperand(TokenTile(L1_DW, i_k));
+        }
+        this->Multiply(L1_DR, L1_WRITTEN.T());
+        for (int i_k = 0; i_k < K; i_k += D) this->MultiplyAdd(TokenTile(L1_DW, i_k), TokenTile(L1_X, i_k).T());
+        this->ToOperand(L1_DT);
+        this->Multiply(L1_T.T(), L1_DT);
+        this->ToOperand(L1_TDT);
+        this->Multiply(L1_TDT, L1_T.T());
+        this->ToVector(P::DR_U);
+    }
+
+    __aicore__ inline void Contract()
+    {
         CrossCoreWaitFlag<2, PIPE_MTE1>(PAIRS_READY);
         this->Multiply(P::L1_MA, P::L1_K);
         this->ToVector(P::MA_K);
         this->Multiply(P::L1_ML, P::L1_K);
         this->ToVector(P::ML_K);
         this->Multiply(P::L1_MA.T(), P::L1_Q);
-        SetFlag<HardEvent::MTE1_MTE2>(0);
         this->MultiplyAdd(P::L1_ML.T(), P::L1_BK);
         this->ToVector(P::RIGHT);
         CrossCoreSetFlag<2, PIPE_FIX>(INNER_READY);
     }
 
+    // Key channels i_k to i_k + D of a state or of a chunk's rows, each tile an operand of its own.
+    __aicore__ inline Operand KeyTile(uint32_t address, int i_k) const { return {address + i_k * V * 2, D, V}; }
+    __aicore__ inline Operand TokenTile(uint32_t address, int i_k) const { return {address + i_k * C * 2, C, D}; }
+
     const ChunkGradientOperands<T> &x;
+    const int K, V;
+    const Operand L1_DO, L1_U, L1_DR;
+    const uint32_t L1_S, L1_DS;
+    // The conventional form only.
+    const Operand L1_WRITTEN;
+    const uint32_t L1_X, L1_DW;
+    const Operand L1_T, L1_DT, L1_TDT;
 };
 
-template <class T, int K, int V>
+template <class T, bool CHANNEL_DECAY, bool CHANNEL_GATES>
 class ChunkGradientVector {
 public:
-    __aicore__ inline explicit ChunkGradientVector(const ChunkGradientOperands<T> &x) : x(x), sub(GetSubBlockIdx()) {}
+    __aicore__ inline explicit ChunkGradientVector(const ChunkGradientOperands<T> &x)
+        : x(x), K(x.tiling.K), V(x.tiling.V), sub(GetSubBlockIdx())
+    {
+    }
 
     __aicore__ inline void Run()
     {
-        Masks();
+        Arrive(At(EYE, R * C), Mask(DIAGONAL), R * C);
+        if constexpr (!CHANNEL_DECAY) Arrive(At(MASK, R * C), Mask(ALL_PAIRS), R * C);
+        Arrived(0);
         SetFlag<HardEvent::V_MTE2>(0);
+        if constexpr (CHANNEL_DECAY) SetFlag<HardEvent::V_MTE2>(1);
         SetFlag<HardEvent::MTE3_V>(0);
+        if constexpr (ROWS) SetFlag<HardEvent::MTE3_V>(1);
         CrossCoreSetFlag<2, PIPE_V>(OUTER_FREE);
-        for (int32_t i_n = GetBlockIdx() / 2; i_n < x.N; i_n += GetBlockNum()) Chunk(i_n);
+        for (int32_t i_n = GetBlockIdx() / 2; i_n < x.tiling.N; i_n += GetBlockNum()) Chunk(i_n);
         WaitFlag<HardEvent::V_MTE2>(0);
+        if constexpr (CHANNEL_DECAY) WaitFlag<HardEvent::V_MTE2>(1);
         WaitFlag<HardEvent::MTE3_V>(0);
+        if constexpr (ROWS) WaitFlag<HardEvent::MTE3_V>(1);
     }
 
 private:
-    using P = Places<K, V>;
-    static constexpr int D = K > V ? K : V;
-    static constexpr float MASKED = -3.0e38f;  // plus any difference of decays: e to that is 0
+    using P = Places;
+    static constexpr float MASKED = -3.0e38f;  // e to that is 0
+    static constexpr bool ROWS = !CHANNEL_DECAY || !CHANNEL_GATES;  // some gate has one number a token
 
-    // Own part of the unified buffer, bytes.
-    static constexpr uint32_t Q = P::UB_OWN;               // [R,K] q
-    static constexpr uint32_t KEY = Q + R * K * 4;         // [R,K] k
-    static constexpr uint32_t BK = KEY + R * K * 4;        // [R,K] b k, rounded to T
-    static constexpr uint32_t T0 = BK + R * K * 4;         // [R,D] scratch
-    static constexpr uint32_t T1 = T0 + R * D * 4;         // [R,D] scratch
-    static constexpr uint32_t IN0 = T1 + R * D * 4;        // [R,D] T, arriving
-    static constexpr uint32_t IN1 = IN0 + R * D * 2;       // [R,D] T, arriving
-    static constexpr uint32_t BK16 = IN1 + R * D * 2;      // [R,K] T, leaving for L1
-    static constexpr uint32_t MA16 = BK16 + R * K * 2;     // [R,C] T
-    static constexpr uint32_t ML16 = MA16 + R * C * 2;     // [R,C] T
-    static constexpr uint32_t STRICT = ML16 + R * C * 2;   // [R,C] 0 below the diagonal, MASKED elsewhere
-    static constexpr uint32_t ROWS = STRICT + R * C * 4;   // vectors of [C] and [R], and their broadcasts
-    static constexpr uint32_t DV16 = T1;                   // dv leaves from the scratch that made it
-
-    static constexpr uint32_t ROW = R * 4;                 // bytes of an [R] vector
-    static constexpr uint32_t BROADCAST = R * BLOCK * 4;   // bytes of an [R] vector, a data block a row
-    static constexpr uint32_t G_ALL = ROWS;                         // [C]
-    static constexpr uint32_t G_BLOCKS = G_ALL + 2 * ROW;           // [C] broadcast
-    static constexpr uint32_t BETA = G_BLOCKS + 2 * BROADCAST;      // [R]
-    static constexpr uint32_t BETA_BLOCKS = BETA + ROW;
-    static constexpr uint32_t DIAGONAL = BETA_BLOCKS + BROADCAST;   // [R] dA_ii
-    static constexpr uint32_t ROW_BLOCKS = DIAGONAL + ROW;          // the broadcast in use
-    static constexpr uint32_t GATE = ROW_BLOCKS + BROADCAST;        // [R] dG
-    static constexpr uint32_t DBETA = GATE + ROW;                   // [R]
-    static constexpr uint32_t REMAINING = DBETA + ROW;              // [R]
-    static constexpr uint32_t SUM = REMAINING + ROW;                // [R]
-    static constexpr uint32_t PART = SUM + ROW;                     // [R]
-    static constexpr uint32_t EYE = PART + ROW;                     // [8,8] the identity
-    static constexpr uint32_t UB_END = EYE + BLOCK * BLOCK * 4;
+    // Own part of the unified buffer: tiles of floats, tiles of T, which take half, and vectors.
+    static constexpr uint32_t Q = P::UB_OWN, KEY = Q + TILE;                 // q, k
+    static constexpr uint32_t BK = KEY + TILE;                               // b k, rounded to T
+    static constexpr uint32_t Q_HAT = BK + TILE, K_HAT = Q_HAT + TILE;       // q̂, k̂ and b̂k, rounded to T,
+    static constexpr uint32_t BK_HAT = K_HAT + TILE;                         // for decay per channel
+    static constexpr uint32_t LOG = BK_HAT + TILE;                           // G per channel
+    static constexpr uint32_t GATE = LOG + TILE;                             // b or w per channel
+    static constexpr uint32_t FROM = GATE + TILE, TO = FROM + TILE;          // e^{G_i−c}, e^{c−G_j}
+    static constexpr uint32_t MASK = TO + TILE, EYE = MASK + TILE;           // [R,C]
+    static constexpr uint32_t WEIGHT = CHANNEL_DECAY ? MASK : FROM;          // [R,C] of the pairs
+    static constexpr uint32_t T0 = EYE + TILE, T1 = T0 + TILE;               // scratch, and results that leave
+    static constexpr uint32_t PRODUCT = T1 + TILE;                           // scratch
+    static constexpr uint32_t DG = PRODUCT + TILE, REST = DG + TILE;         // dG, remaining
+    static constexpr uint32_t DB = REST + TILE;
+    static constexpr uint32_t IN0 = DB + TILE, IN1 = IN0 + TILE / 2;         // T, arriving
+    static constexpr uint32_t Q16 = IN1 + TILE / 2, K16 = Q16 + TILE / 2;    // T, leaving for L1
+    static constexpr uint32_t BK16 = K16 + TILE / 2;
+    static constexpr uint32_t MA16 = BK16 + TILE / 2, ML16 = MA16 + TILE / 2;
+    static constexpr uint32_t DV16 = ML16 + TILE / 2;                        // T, leaving
+    static constexpr uint32_t ROW = R * 4;                                   // bytes of an [R] vector
+    static constexpr uint32_t BROADCAST = R * BLOCK * 4;                     // of one with a data block a row
+    static constexpr uint32_t FIRST = DV16 + TILE / 2;                       // [D] rows 0, 31 and 63 of G, and c
+    static constexpr uint32_t HALF = FIRST + D * 4, LAST = HALF + D * 4, CENTRE = LAST + D * 4;
+    static constexpr uint32_t G_ALL = CENTRE + D * 4;                        // [C]
+    static constexpr uint32_t G_BLOCKS = G_ALL + 2 * ROW;                    // [C] broadcast
+    static constexpr uint32_t DECAYED = G_BLOCKS + 2 * BROADCAST;            // e^G broadcast
+    static constexpr uint32_t REMAINING = DECAYED + BROADCAST;               // e^{Γ−G} broadcast
+    static constexpr uint32_t B_BLOCKS = REMAINING + BROADCAST;              // b broadcast
+    static constexpr uint32_t DA_BLOCKS = B_BLOCKS + BROADCAST;              // dA_ii broadcast
+    static constexpr uint32_t B_ROW = DA_BLOCKS + BROADCAST;                 // [R] b
+    static constexpr uint32_t SUM = B_ROW + ROW;                             // [R]
+    static constexpr uint32_t UB_END = SUM + ROW;
     static_assert(UB_END <= UB_SIZE, "the tiles of a vector core must fit its unified buffer");
-
-    __aicore__ inline void Masks()
-    {
-        Floats strict = At(STRICT, R * C);
-        Duplicate(strict, MASKED, R * C);
-        for (int i = 0; i < R; ++i) {
-            const int row = sub * R + i;
-            if (row > 0) Duplicate(strict[i * C], 0.0f, row);
-        }
-        Floats eye = At(EYE, BLOCK * BLOCK);
-        Duplicate(eye, 0.0f, BLOCK * BLOCK);
-        for (int i = 0; i < BLOCK; ++i) {
-            Duplicate(eye[i * BLOCK], 1.0f, i + 1);
-            if (i > 0) Duplicate(eye[i * BLOCK], 0.0f, i);
-        }
-    }
 
     __aicore__ inline void Chunk(int32_t i_n)
     {
+        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
         const uint64_t row = uint64_t(i_n) * C + sub * R;
-        Floats q = At(Q, R * K), k = At(KEY, R * K), bk = At(BK, R * K), t0 = At(T0, R * D), t1 = At(T1, R * D);
-        Floats G = At(G_ALL, C), G_blocks = At(G_BLOCKS, C * BLOCK), beta = At(BETA, R);
-        Floats beta_blocks = At(BETA_BLOCKS, R * BLOCK), blocks = At(ROW_BLOCKS, R * BLOCK);
-        Floats gate = At(GATE, R), dbeta = At(DBETA, R), remaining = At(REMAINING, R);
-        Floats sum = At(SUM, R);
+        RowGates(i_n);
+        if constexpr (ROWS) WaitFlag<HardEvent::MTE3_V>(1);
+        if constexpr (!CHANNEL_DECAY) {
+            Duplicate(At(DG, R), 0.0f, R);
+            Duplicate(At(REST, R), 0.0f, R);
+        }
+        if constexpr (!CHANNEL_GATES) Duplicate(At(DB, R), 0.0f, R);
+        for (int i_v = 0; i_v < V; i_v += D) ValueTile(row * V + i_v);
+        for (int i_k = 0; i_k < K; i_k += D) KeyTile(i_n, i_k, passes);
+        if constexpr (ROWS) LeaveRowGates(row);
+    }
 
-        // Operands of this core's rows.
+    // What has one number a token: b, and G with what follows from it.
+    __aicore__ inline void RowGates(int32_t i_n)
+    {
+        Floats G = At(G_ALL, C), G_blocks = At(G_BLOCKS, C * BLOCK), sum = At(SUM, R);
         WaitFlag<HardEvent::V_MTE2>(0);
-        Arrive(G, x.G[uint64_t(i_n) * C], C);
-        Arrive(beta, x.beta[row], R);
-        Arrive(At16<T>(IN0, R * K), x.q[row * K], R * K);
-        Arrive(At16<T>(IN1, R * K), x.k[row * K], R * K);
-        Widen(q, k, R * K);
-        Brcb(G_blocks, G, C / 8, {1, 8});
-        Brcb(beta_blocks, beta, R / 8, {1, 8});
+        if constexpr (!CHANNEL_DECAY) Arrive(G, x.G[uint64_t(i_n) * C], C);
+        if constexpr (!CHANNEL_GATES) Arrive(At(B_ROW, R), x.b[uint64_t(i_n) * C + sub * R], R);
+        Arrived(0);
+        if constexpr (!CHANNEL_GATES) Brcb(At(B_BLOCKS, R * BLOCK), At(B_ROW, R), R / 8, {1, 8});
+        if constexpr (!CHANNEL_DECAY) {
+            Brcb(G_blocks, G, C / 8, {1, 8});
+            Exp(sum, G[sub * R], R);
+            Brcb(At(DECAYED, R * BLOCK), sum, R / 8, {1, 8});
+            Sub(sum, G_blocks[(C - 1) * BLOCK], G[sub * R], R, 1, {1, 0, 1, 8, 8, 8});  // Γ − G_i
+            Exp(sum, sum, R);
+            Brcb(At(REMAINING, R * BLOCK), sum, R / 8, {1, 8});
+            // e^{G_i − G_j} below the diagonal; the exponent is masked first, for above it it is positive.
+            Floats pair = At(WEIGHT, R * C), mask = At(MASK, R * C);
+            Sub(pair, G_blocks[sub * R * BLOCK], G, C, R, {1, 0, 1, C / BLOCK, 1, 0});
+            Mul(pair, pair, mask, R * C);
+            Exp(pair, pair, R * C);
+            Mul(pair, pair, mask, R * C);
+        }
+        SetFlag<HardEvent::V_MTE2>(0);
+    }
 
-        // b k, rounded as the cube core will read it.
-        TimesRows(bk, k, beta_blocks, R, K);
-        Cast(At16<T>(BK16, R * K), bk, RoundMode::CAST_RINT, R * K);
-        Cast(bk, At16<T>(BK16, R * K), RoundMode::CAST_NONE, R * K);
+    // dv = w dR and dw = v dR, or v · dR as a part of db.
+    __aicore__ inline void ValueTile(uint64_t o)
+    {
+        Floats v = At(T0, R * D), dR = At(T1, R * D), w = At(GATE, R * D);
+        LocalTensor<T> dv = At16<T>(DV16, R * D);
+        WaitFlag<HardEvent::V_MTE2>(0);
+        ArriveTile(At16<T>(IN0, R * D), x.v[o], V);
+        ArriveTile(At16<T>(IN1, R * D), x.dR[o], V);
+        if constexpr (CHANNEL_GATES) ArriveTile(w, x.w[o], V);
+        Arrived(0);
+        WaitFlag<HardEvent::MTE3_V>(0);
+        Widen(v, IN0);
+        Widen(dR, IN1);
+        if constexpr (CHANNEL_GATES) {
+            Mul(v, v, dR, R * D);
+            Mul(dR, dR, w, R * D);
+        } else {
+            Fold<false>(At(DB, R), v, dR);
+            TimesRows(dR, dR, At(B_BLOCKS, R * BLOCK), R, D);
+        }
+        Cast(dv, dR, RoundMode::CAST_RINT, R * D);
+        SetFlag<HardEvent::V_MTE2>(0);
+        SetFlag<HardEvent::V_MTE3>(1);
+        WaitFlag<HardEvent::V_MTE3>(1);
+        LeaveTile(x.dv[o], dv, V);
+        if constexpr (CHANNEL_GATES) LeaveTile(x.dw[o], v, V);
+        SetFlag<HardEvent::MTE3_V>(0);
+    }
 
-        // e^{G_i − G_j} below the diagonal, the exponent masked first.
-        Sub(t0, G_blocks[sub * R * BLOCK], G, C, R, {1, 0, 1, C / BLOCK, 1, 0});
-        Add(t0, t0, At(STRICT, R * C), R * C);
-        Exp(t0, t0, R * C);
+    __aicore__ inline void KeyTile(int32_t i_n, int i_k, int passes)
+    {
+        const uint64_t chunk = uint64_t(i_n) * C * K + i_k, o = chunk + sub * R * K;
+        Floats q = At(Q, R * D), k = At(KEY, R * D), bk = At(BK, R * D), G = At(LOG, R * D);
+        Floats dq = At(P::DO_S, R * D), E = At(P::DR_S, R * D), right = At(P::U_DS, R * D);
+        Floats dG = At(DG, R * D), rest = At(REST, R * D), db = At(DB, R * D);
+        Floats t0 = At(T0, R * D), t1 = At(T1, R * D), diagonal = At(DA_BLOCKS, R * BLOCK);
+        Floats b = Gate<CHANNEL_GATES>(GATE, B_BLOCKS), decayed = Gate<CHANNEL_DECAY>(FROM, DECAYED);
+        Floats remaining = Gate<CHANNEL_DECAY>(TO, REMAINING);
 
-        // M_A and M_L; the diagonal of dA apart.
+        // Operands of this core's rows; b k rounded as the cube core will read it.
+        WaitFlag<HardEvent::V_MTE2>(0);
+        ArriveTile(At16<T>(IN0, R * D), x.q[o], K);
+        ArriveTile(At16<T>(IN1, R * D), x.k[o], K);
+        if constexpr (CHANNEL_GATES) ArriveTile(At(GATE, R * D), x.b[o], K);
+        if constexpr (CHANNEL_DECAY) {
+            ArriveTile(G, x.G[o], K);
+            Arrive(At(FIRST, D), x.G[chunk], D);
+            Arrive(At(HALF, D), x.G[chunk + (R - 1) * K], D);
+            Arrive(At(LAST, D), x.G[chunk + (C - 1) * K], D);
+        }
+        Arrived(0);
+        Widen(q, IN0);
+        Widen(k, IN1);
+        Times<CHANNEL_GATES>(bk, k, b);
+        Round(bk, BK16);
+
         CrossCoreWaitFlag<2, PIPE_V>(OUTER_READY);
-        Floats MA = At(P::DO_U, R * C), ML = At(P::DR_U, R * C);
-        Muls(MA, MA, x.scale, R * C);
-        Diagonal(MA);
-        Mul(MA, MA, t0, R * C);
-        Cast(At16<T>(MA16, R * C), MA, RoundMode::CAST_RINT, R * C);
+        if (i_k == 0) Scores();
+
+        // What passes through the states.
+        WaitFlag<HardEvent::MTE3_V>(0);
+        if constexpr (CHANNEL_DECAY) {
+            Duplicate(dG, 0.0f, R * D);
+            Duplicate(rest, 0.0f, R * D);
+            Exp(decayed, G, R * D);
+            Sub(remaining, At(LAST, D), G, D, R, {1, 1, 1, 8, 0, 8});
+            Exp(remaining, remaining, R * D);
+        }
+        if constexpr (CHANNEL_GATES) Duplicate(db, 0.0f, R * D);
+        Muls(dq, dq, x.tiling.scale, R * D);
+        Times<CHANNEL_DECAY>(dq, dq, decayed);
+        Muls(E, E, -1.0f, R * D);
+        Times<CHANNEL_DECAY>(E, E, decayed);
+        Times<CHANNEL_DECAY>(right, right, remaining);
+        Fold<CHANNEL_DECAY>(dG, q, dq);
+        Fold<CHANNEL_DECAY>(dG, bk, E);
+        Fold<CHANNEL_DECAY>(rest, k, right);
+
+        for (int pass = 0; pass < passes; ++pass) Pairs(passes == 1 ? ALL_PAIRS : 1 + pass);
+
+        // The gradients of the operands, with the diagonal pairs.
+        Fold<CHANNEL_GATES>(db, k, E);
+        Times<CHANNEL_GATES>(t1, E, b);
+        Add(t1, t1, right, R * D);
+        TimesRows(t0, q, diagonal, R, D);
+        Add(t1, t1, t0, R * D);
+        TimesRows(t0, k, diagonal, R, D);
+        Add(t0, t0, dq, R * D);
+        CrossCoreSetFlag<2, PIPE_V>(OUTER_FREE);
+        SetFlag<HardEvent::V_MTE2>(0);
+
+        SetFlag<HardEvent::V_MTE3>(1);
+        WaitFlag<HardEvent::V_MTE3>(1);
+        LeaveTile(x.dq[o], t0, K);
+        LeaveTile(x.dk[o], t1, K);
+        if constexpr (CHANNEL_DECAY) {
+            LeaveTile(x.dG[o], dG, K);
+            LeaveTile(x.remaining[o], rest, K);
+        }
+        if constexpr (CHANNEL_GATES) LeaveTile(x.db[o], db, K);
+        SetFlag<HardEvent::MTE3_V>(0);
+    }
+
+    // do Uᵀ and dR Uᵀ as M_A and M_L, not yet masked; the diagonal of dA.
+    __aicore__ inline void Scores()
+    {
+        Floats MA = At(P::DO_U, R * C), ML = At(P::DR_U, R * C), sum = At(SUM, R), picked = At(PRODUCT, R * C);
+        Muls(MA, MA, x.tiling.scale, R * C);
         Muls(ML, ML, -1.0f, R * C);
-        Mul(ML, ML, t0, R * C);
-        Cast(At16<T>(ML16, R * C), ML, RoundMode::CAST_RINT, R * C);
+        Mul(picked, MA, At(EYE, R * C), R * C);
+        SumRows(sum, picked);
+        Brcb(At(DA_BLOCKS, R * BLOCK), sum, R / 8, {1, 8});
+    }
+
+    // One pass over the pairs of a mask: adds to dq, E, right and dG.
+    __aicore__ inline void Pairs(int mask)
+    {
+        Floats t0 = At(T0, R * D), dG = At(DG, R * D), dq = At(P::MA_K, R * D), E = At(P::ML_K, R * D);
+        Floats right = At(P::RIGHT, R * D), from = At(FROM, R * D), to = At(TO, R * D);
+        Floats q = At(CHANNEL_DECAY ? Q_HAT : Q, R * D), k = At(CHANNEL_DECAY ? K_HAT : KEY, R * D);
+        Floats bk = At(CHANNEL_DECAY ? BK_HAT : BK, R * D), weight = At(WEIGHT, R * C);
+        if constexpr (CHANNEL_DECAY) {
+            WaitFlag<HardEvent::V_MTE2>(1);
+            Arrive(weight, Mask(mask), R * C);
+            Factors(mask);
+            Mul(q, At(Q, R * D), from, R * D);
+            Mul(k, At(KEY, R * D), to, R * D);
+            Mul(bk, At(BK, R * D), from, R * D);
+            Round(q, Q16);
+            Round(k, K16);
+            Round(bk, BK16);
+            Arrived(1);
+        }
+        Mul(t0, At(P::DO_U, R * C), weight, R * C);
+        Cast(At16<T>(MA16, R * C), t0, RoundMode::CAST_RINT, R * C);
+        Mul(t0, At(P::DR_U, R * C), weight, R * C);
+        Cast(At16<T>(ML16, R * C), t0, RoundMode::CAST_RINT, R * C);
+        if constexpr (CHANNEL_DECAY) SetFlag<HardEvent::V_MTE2>(1);
+
         SetFlag<HardEvent::V_MTE3>(0);
         WaitFlag<HardEvent::V_MTE3>(0);
-        ToCube(P::L1_BK, At16<T>(BK16, R * K), sub);
+        ToCube(P::L1_K, At16<T>(CHANNEL_DECAY ? K16 : IN1, R * D), sub);
+        ToCube(P::L1_Q, At16<T>(CHANNEL_DECAY ? Q16 : IN0, R * D), sub);
+        ToCube(P::L1_BK, At16<T>(BK16, R * D), sub);
         ToCube(P::L1_MA, At16<T>(MA16, R * C), sub);
         ToCube(P::L1_ML, At16<T>(ML16, R * C), sub);
         CrossCoreSetFlag<2, PIPE_MTE3>(PAIRS_READY);
 
-        // While the cube core contracts: what passes through the states.
-        Floats dQ = At(P::DO_S, R * K), dX = At(P::DR_S, R * K), dK = At(P::U_DS, R * K);
-        Exp(sum, G[sub * R], R);
-        Brcb(blocks, sum, R / 8, {1, 8});
-        Muls(dQ, dQ, x.scale, R * K);
-        TimesRows(dQ, dQ, blocks, R, K);
-        Muls(dX, dX, -1.0f, R * K);
-        TimesRows(dX, dX, blocks, R, K);
-        Sub(sum, G_blocks[(C - 1) * BLOCK], G[sub * R], R, 1, {1, 0, 1, 8, 8, 8});  // Γ − G_i
-        Exp(sum, sum, R);
-        Brcb(blocks, sum, R / 8, {1, 8});
-        TimesRows(dK, dK, blocks, R, K);
-
-        WaitFlag<HardEvent::MTE3_V>(0);
-        Dots(gate, q, dQ, K, t0);
-        Dots(dbeta, k, dX, K, t0);
-        Mul(sum, dbeta, beta, R);
-        Add(gate, gate, sum, R);
-        Dots(remaining, k, dK, K, t0);
-
-        // dv = β dR, and v · dR for dβ.
-        Stage(x.v[row * V], x.dR[row * V], t0, t1);
-        Dots(sum, t0, t1, V, t0);
-        Add(dbeta, dbeta, sum, R);
-        TimesRows(t0, t1, beta_blocks, R, V);
-        LocalTensor<T> dv = At16<T>(DV16, R * V);
-        Cast(dv, t0, RoundMode::CAST_RINT, R * V);
-
-        // The contractions: gate gradient from what was multiplied, then dq and dk.
         CrossCoreWaitFlag<2, PIPE_V>(INNER_READY);
-        Floats dq = At(P::MA_K, R * K), E = At(P::ML_K, R * K), right = At(P::RIGHT, R * K);
-        Dots(sum, q, dq, K, t0);
-        Add(gate, gate, sum, R);
-        Dots(sum, bk, E, K, t0);
-        Add(gate, gate, sum, R);
-        Dots(sum, k, right, K, t0);
-        Sub(gate, gate, sum, R);
-        Dots(sum, k, E, K, t0);
-        Add(dbeta, dbeta, sum, R);
+        Fold<CHANNEL_DECAY>(dG, q, dq);
+        Fold<CHANNEL_DECAY>(dG, bk, E);
+        Fold<CHANNEL_DECAY, true>(dG, k, right);
+        if constexpr (CHANNEL_DECAY) {
+            Mul(dq, dq, from, R * D);
+            Mul(E, E, from, R * D);
+            Mul(right, right, to, R * D);
+        }
+        Add(At(P::DO_S, R * D), At(P::DO_S, R * D), dq, R * D);
+        Add(At(P::DR_S, R * D), At(P::DR_S, R * D), E, R * D);
+        Add(At(P::U_DS, R * D), At(P::U_DS, R * D), right, R * D);
+    }
 
-        Brcb(blocks, At(DIAGONAL, R), R / 8, {1, 8});
-        Add(dq, dq, dQ, R * K);
-        TimesRows(t0, k, blocks, R, K);
-        Add(dq, dq, t0, R * K);
-        Add(E, E, dX, R * K);
-        TimesRows(E, E, beta_blocks, R, K);
-        Floats dk = E;
-        Add(dk, dk, right, R * K);
-        Add(dk, dk, dK, R * K);
-        TimesRows(t0, q, blocks, R, K);
-        Add(dk, dk, t0, R * K);
-        CrossCoreSetFlag<2, PIPE_V>(OUTER_FREE);
+    // e^{G_i − c} and e^{c − G_j} of this core's rows; 0 for a row that is not in the pass as such.
+    __aicore__ inline void Factors(int mask)
+    {
+        Floats G = At(LOG, R * D), from = At(FROM, R * D), to = At(TO, R * D), c = At(CENTRE, D);
+        if (mask == ALL_PAIRS) {
+            Add(c, At(FIRST, D), At(LAST, D), D);
+            Muls(c, c, 0.5f, D);
+            Sub(from, G, c, D, R, {1, 1, 1, 8, 8, 0});
+            Sub(to, c, G, D, R, {1, 1, 1, 8, 0, 8});
+        } else {
+            Duplicate(from, MASKED, R * D);
+            Duplicate(to, MASKED, R * D);
+            const int m = 1 << (mask - 1);  // rows of half a block
+            if (m == R) {
+                if (sub == 0) {
+                    Sub(to, At(HALF, D), G, D, R, {1, 1, 1, 8, 0, 8});
+                } else {
+                    Sub(from, G, At(HALF, D), D, R, {1, 1, 1, 8, 8, 0});
+                }
+            } else {
+                for (int i = 0; i < R; i += 2 * m) {
+                    Floats last = G[(i + m - 1) * D];
+                    Sub(to[i * D], last, G[i * D], D, m, {1, 1, 1, 8, 0, 8});
+                    Sub(from[(i + m) * D], G[(i + m) * D], last, D, m, {1, 1, 1, 8, 8, 0});
+                }
+            }
+        }
+        Exp(from, from, R * D);
+        Exp(to, to, R * D);
+    }
 
+    // The gradients of gates that have one number a token.
+    __aicore__ inline void LeaveRowGates(uint64_t row)
+    {
         SetFlag<HardEvent::V_MTE3>(1);
         WaitFlag<HardEvent::V_MTE3>(1);
-        Leave(x.dq[row * K], dq, R * K);
-        Leave(x.dk[row * K], dk, R * K);
-        Leave(x.dv[row * V], dv, R * V);
-        Leave(x.dbeta[row], dbeta, R);
-        Leave(x.dG[row], gate, R);
-        Leave(x.remaining[row], remaining, R);
-        SetFlag<HardEvent::MTE3_V>(0);
-    }
-
-    // dA_ii of this core's rows: rows i to i + 7 have theirs in one column of data blocks.
-    __aicore__ inline void Diagonal(const Floats &dA)
-    {
-        Floats eye = At(EYE, BLOCK * BLOCK), picked = At(ROW_BLOCKS, R * BLOCK);
-        for (int i = 0; i < R; i += BLOCK) {
-            Mul(picked[i * BLOCK], dA[i * C + sub * R + i], eye, BLOCK, BLOCK, {1, 1, 1, 1, C / BLOCK, 1});
+        if constexpr (!CHANNEL_DECAY) {
+            Leave(x.dG[row], At(DG, R), R);
+            Leave(x.remaining[row], At(REST, R), R);
         }
-        ReduceRepeat<ReduceType::SUM, float, float>(At(DIAGONAL, R), picked, BLOCK, R, 1, 1, 1);
+        if constexpr (!CHANNEL_GATES) Leave(x.db[row], At(DB, R), R);
+        SetFlag<HardEvent::MTE3_V>(1);
     }
 
-    // Two tiles [R,V] of T from global memory as floats.
-    __aicore__ inline void Stage(const GlobalTensor<T> &a, const GlobalTensor<T> &b, const Floats &fa, const Floats &fb)
+    // A gate as it multiplies: a tile, or a vector broadcast.
+    template <bool CHANNEL>
+    __aicore__ inline Floats Gate(uint32_t tile, uint32_t blocks)
     {
-        WaitFlag<HardEvent::V_MTE2>(0);
-        Arrive(At16<T>(IN0, R * V), a, R * V);
-        Arrive(At16<T>(IN1, R * V), b, R * V);
-        Widen(fa, fb, R * V);
+        return CHANNEL ? At(tile, R * D) : At(blocks, R * BLOCK);
     }
 
-    __aicore__ inline void Widen(const Floats &fa, const Floats &fb, int size)
+    // dst = a ⊙ gate.
+    template <bool CHANNEL>
+    __aicore__ inline void Times(const Floats &dst, const Floats &a, const Floats &gate)
     {
-        SetFlag<HardEvent::MTE2_V>(0);
-        WaitFlag<HardEvent::MTE2_V>(0);
-        Cast(fa, At16<T>(IN0, size), RoundMode::CAST_NONE, size);
-        Cast(fb, At16<T>(IN1, size), RoundMode::CAST_NONE, size);
-        SetFlag<HardEvent::V_MTE2>(0);
-    }
-
-    // dst[i] = a[i, :] · b[i, :]
-    __aicore__ inline void Dots(const Floats &dst, const Floats &a, const Floats &b, int columns, const Floats &scratch)
-    {
-        Mul(scratch, a, b, R * columns);
-        ReduceRepeat<ReduceType::SUM, float, float>(dst, scratch, REPEAT, R, 1, 1, columns / BLOCK);
-        Floats part = At(PART, R);
-        for (int c = REPEAT; c < columns; c += REPEAT) {
-            ReduceRepeat<ReduceType::SUM, float, float>(part, scratch[c], REPEAT, R, 1, 1, columns / BLOCK);
-            Add(dst, dst, part, R);
+        if constexpr (CHANNEL) {
+            Mul(dst, a, gate, R * D);
+        } else {
+            TimesRows(dst, a, gate, R, D);
         }
     }
+
+    // Adds to a gate's gradient that of its broadcast, ± a ⊙ b: the tile itself, or its rows' sums.
+    template <bool CHANNEL, bool MINUS = false>
+    __aicore__ inline void Fold(const Floats &gradient, const Floats &a, const Floats &b)
+    {
+        Floats product = At(PRODUCT, R * D), sum = At(SUM, R);
+        Mul(product, a, b, R * D);
+        constexpr int size = CHANNEL ? R * D : R;
+        if constexpr (!CHANNEL) SumRows(sum, product);
+        if constexpr (MINUS) {
+            Sub(gradient, gradient, CHANNEL ? product : sum, size);
+        } else {
+            Add(gradient, gradient, CHANNEL ? product : sum, size);
+        }
+    }
+
+    __aicore__ inline void SumRows(const Floats &dst, const Floats &tile)
+    {
+        ReduceRepeat<ReduceType::SUM, float, float>(dst, tile, D, R, 1, 1, D / BLOCK);
+    }
+
+    // A tile of floats as T has it, and in T at `address`.
+    __aicore__ inline void Round(const Floats &tile, uint32_t address)
+    {
+        LocalTensor<T> rounded = At16<T>(address, R * D);
+        Cast(rounded, tile, RoundMode::CAST_RINT, R * D);
+        Cast(tile, rounded, RoundMode::CAST_NONE, R * D);
+    }
+
+    __aicore__ inline void Widen(const Floats &tile, uint32_t address)
+    {
+        Cast(tile, At16<T>(address, R * D), RoundMode::CAST_NONE, R * D);
+    }
+
+    // A tile [R,D] from or to rows that are `pitch` apart.
+    template <class U>
+    __aicore__ inline void ArriveTile(const LocalTensor<U> &dst, const GlobalTensor<U> &src, int pitch)
+    {
+        ArriveRows(dst, src, R, D, pitch);
+    }
+    template <class U>
+    __aicore__ inline void LeaveTile(const GlobalTensor<U> &dst, const LocalTensor<U> &src, int pitch)
+    {
+        LeaveRows(dst, src, R, D, pitch);
+    }
+
+    __aicore__ inline void Arrived(int32_t id)
+    {
+        SetFlag<HardEvent::MTE2_V>(id);
+        WaitFlag<HardEvent::MTE2_V>(id);
+    }
+
+    // This core's rows of a mask.
+    __aicore__ inline GlobalTensor<float> Mask(int i) const { return x.masks[(i * C + sub * R) * C]; }
 
     const ChunkGradientOperands<T> &x;
+    const int K, V;
     const int sub;
 };
 
-template <class T, int K, int V>
+template <class T, bool CHANNEL_DECAY, bool CHANNEL_GATES>
 __aicore__ inline void ChunkGradient(REWY_CHUNK_GRADIENT_TENSORS(GM_ADDR), ChunkGradientTiling tiling)
 {
-    const uint64_t rows = uint64_t(tiling.N) * C, state = uint64_t(tiling.N) * K * V;
+    const uint64_t rows = uint64_t(tiling.N) * C, state = uint64_t(tiling.N) * tiling.K * tiling.V;
+    const uint64_t keys = rows * tiling.K, values = rows * tiling.V, masks = (DIAGONAL + 1) * C * C;
+    const uint64_t decay = CHANNEL_DECAY ? keys : rows, erase = CHANNEL_GATES ? keys : rows;
+    const uint64_t write = CHANNEL_GATES ? values : 0, far = CHANNEL_DECAY ? tiling.N : 0;
+    const uint64_t conventional = tiling.conventional ? 1 : 0;
     const ChunkGradientOperands<T> x{
-        Global<T>(q, rows * K), Global<T>(k, rows * K), Global<T>(v, rows * V), Global<T>(d_o, rows * V),
-        Global<T>(U, rows * V), Global<T>(dR, rows * V), Global<T>(S, state), Global<T>(dS, state),
-        Global<float>(beta, rows), Global<float>(G, rows), Global<float>(dq, rows * K), Global<float>(dk, rows * K),
-        Global<T>(dv, rows * V), Global<float>(dbeta, rows), Global<float>(dG, rows), Global<float>(remaining, rows),
-        tiling.scale, tiling.N};
+        Global<T>(q, keys), Global<T>(k, keys), Global<T>(v, values), Global<T>(d_o, values), Global<T>(U, values),
+        Global<T>(dR, values), Global<T>(S, state), Global<T>(dS, state), Global<float>(b, erase),
+        Global<float>(w, write), Global<float>(G, decay), Global<int32_t>(far_, far), Global<float>(masks_, masks),
+        Global<float>(dq, keys), Global<float>(dk, keys), Global<T>(dv, values), Global<float>(db, erase),
+        Global<float>(dw, write), Global<float>(dG, decay), Global<float>(remaining, decay),
+        Global<T>(dU, conventional * values), Global<T>(minus_X, conventional * keys),
+        Global<T>(written, conventional * values), Global<T>(T_, conventional * rows * C), tiling};
 
     InitSocState();
-    if ASCEND_IS_AIC { ChunkGradientCube<T, K, V>(x).Run(); }
-    if ASCEND_IS_AIV { ChunkGradientVector<T, K, V>(x).Run(); }
+    if ASCEND_IS_AIC { ChunkGradientCube<T, CHANNEL_DECAY>(x).Run(); }
+    if ASCEND_IS_AIV { ChunkGradientVector<T, CHANNEL_DECAY, CHANNEL_GATES>(x).Run(); }
     PipeBarrier<PIPE_ALL>();
 }
 

@@ -11,6 +11,7 @@ using namespace AscendC;
 
 constexpr int C = 64;         // tokens of a chunk
 constexpr int R = C / 2;      // rows of a chunk on one vector core
+constexpr int D = 64;         // channels of a tile
 constexpr int REPEAT = 64;    // floats of a vector repeat (256 bytes)
 constexpr int BLOCK = 8;      // floats of a data block (32 bytes)
 constexpr int FRACTAL = 16;   // rows and 16-bit columns of a cube fractal
@@ -62,13 +63,15 @@ public:
         }
     }
 
-    __aicore__ inline void Load(const Operand &dst, const GlobalTensor<T> &src)
+    __aicore__ inline void Load(const Operand &dst, const GlobalTensor<T> &src) { Load(dst, src, dst.columns); }
+    // From rows that are `pitch` apart.
+    __aicore__ inline void Load(const Operand &dst, const GlobalTensor<T> &src, int pitch)
     {
         Nd2NzParams p;
         p.ndNum = 1;
         p.nValue = dst.rows;
         p.dValue = dst.columns;
-        p.srcDValue = dst.columns;
+        p.srcDValue = pitch;
         p.dstNzC0Stride = dst.rows;
         p.dstNzNStride = 1;
         DataCopy(Tensor(dst), src, p);
@@ -94,12 +97,13 @@ public:
         Free();
     }
 
-    // The result to global memory as it is, and to L1 in 16 bits as an operand; waits until it is there.
-    __aicore__ inline void ToOperand(const Operand &dst, const GlobalTensor<float> &copy)
+    // The result to global memory as it is, rows `pitch` apart, and to L1 in 16 bits as an operand; waits until it is
+    // there.
+    __aicore__ inline void ToOperand(const Operand &dst, const GlobalTensor<float> &copy, int pitch)
     {
         Finish();
         FixpipeParamsArch3510<CO2Layout::ROW_MAJOR> rows = Whole<CO2Layout::ROW_MAJOR>();
-        rows.dstStride = n;
+        rows.dstStride = pitch;
         Fixpipe<float, float, CFG_ROW_MAJOR>(copy, Result(), rows);
         Round(dst);
     }
@@ -226,6 +230,21 @@ template <class U>
 __aicore__ inline void Leave(const GlobalTensor<U> &dst, const LocalTensor<U> &src, int size)
 {
     DataCopyPad(dst, src, DataCopyExtParams{1, uint32_t(size * sizeof(U)), 0, 0, 0});
+}
+
+// A tile of a matrix whose rows are `pitch` apart.
+template <class U>
+__aicore__ inline void ArriveRows(const LocalTensor<U> &dst, const GlobalTensor<U> &src, int rows, int columns, int pitch)
+{
+    const uint32_t gap = (pitch - columns) * sizeof(U);
+    DataCopyExtParams p{uint16_t(rows), uint32_t(columns * sizeof(U)), gap, 0, 0};
+    DataCopyPad(dst, src, p, DataCopyPadExtParams<U>{});
+}
+template <class U>
+__aicore__ inline void LeaveRows(const GlobalTensor<U> &dst, const LocalTensor<U> &src, int rows, int columns, int pitch)
+{
+    const uint32_t gap = (pitch - columns) * sizeof(U);
+    DataCopyPad(dst, src, DataCopyExtParams{uint16_t(rows), uint32_t(columns * sizeof(U)), 0, gap, 0});
 }
 
 template <class U>

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include "acl/acl.h"
@@ -14,8 +15,9 @@
 namespace {
 
 using at::Tensor;
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using States = std::tuple<Tensor, Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Optional = const std::optional<Tensor> &;
+using States = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr int64_t CHUNK = 64;
 
@@ -34,11 +36,12 @@ rewy::Type type_of(at::ScalarType type)
 
 void check_sizes(int64_t N, int64_t K, int64_t V)
 {
-    TORCH_CHECK_VALUE(rewy::has_kernels(K, V), "K and V must each be 64 or 128, got K = ", K, ", V = ", V);
+    TORCH_CHECK_VALUE(rewy::takes_sizes(K, V), "K and V must be multiples of 64 up to 256, got K = ", K, ", V = ", V);
     TORCH_CHECK_VALUE(N <= std::numeric_limits<int32_t>::max(), "N must fit 32 bits, got ", N);
 }
 
 uint8_t *address(const Tensor &t) { return t.defined() ? static_cast<uint8_t *>(t.data_ptr()) : nullptr; }
+Tensor or_none(Optional t) { return t.value_or(Tensor()); }
 
 // Enqueues launch(stream) in torch_npu's order; what it captures lives until it has run.
 template <class F>
@@ -48,13 +51,12 @@ void enqueue(const char *name, F launch)
     at_npu::native::OpCommand::RunOpApiV2(name, [=]() -> int { return launch(stream) ? 0 : -1; });
 }
 
-// dq, dk, dv, dbeta, dG, remaining.
-Gradients empty_gradients(const Tensor &q, const Tensor &v)
+// dq, dk, dv, db, dw (empty without a w), dG, remaining.
+Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G)
 {
-    const int64_t N = q.size(0);
     const at::TensorOptions fp32 = q.options().dtype(at::kFloat);
-    return {at::empty(q.sizes(), fp32), at::empty(q.sizes(), fp32),     at::empty_like(v),
-            at::empty({N, CHUNK}, fp32), at::empty({N, CHUNK}, fp32), at::empty({N, CHUNK}, fp32)};
+    return {at::empty(q.sizes(), fp32), at::empty(q.sizes(), fp32), at::empty_like(v), at::empty_like(b),
+            w.defined() ? at::empty_like(w) : at::empty({0}, fp32), at::empty_like(G), at::empty_like(G)};
 }
 
 int64_t cube_cores(int device)
@@ -65,16 +67,22 @@ int64_t cube_cores(int device)
     return cores;
 }
 
-Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &beta, const Tensor &G,
-                         const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S, const Tensor &dS,
-                         double scale)
+Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &b, Optional write,
+                         const Tensor &G, const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S,
+                         const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, Optional unsolved,
+                         Optional keys, Optional values, Optional inverse)
 {
     TORCH_CHECK_VALUE(q.dim() == 3 && v.dim() == 3, "q and v must be [N,", CHUNK, ",K] and [N,", CHUNK, ",V], got ",
                       q.sizes(), " and ", v.sizes());
+    const Tensor w = or_none(write), far = or_none(far_chunks);
+    const Tensor dU = or_none(unsolved), minus_X = or_none(keys), written = or_none(values), T = or_none(inverse);
+    const bool conventional = dU.defined();
     const int64_t N = q.size(0), K = q.size(2), V = v.size(2);
     const at::ScalarType scalar = q.scalar_type();
     const rewy::Type type = type_of(scalar);
+    const rewy::Channels channels{far.defined(), w.defined()};
     check_sizes(N, K, V);
+    TORCH_CHECK_VALUE(rewy::takes_gates(channels), "gates per channel come with decay per channel");
     check(q, "q", scalar, {N, CHUNK, K});
     check(k, "k", scalar, {N, CHUNK, K});
     check(v, "v", scalar, {N, CHUNK, V});
@@ -83,46 +91,63 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
     check(dR, "dR", scalar, {N, CHUNK, V});
     check(S, "S", scalar, {N, K, V});
     check(dS, "dS", scalar, {N, K, V});
-    check(beta, "beta", at::kFloat, {N, CHUNK});
-    check(G, "G", at::kFloat, {N, CHUNK});
+    check(b, "b", at::kFloat, {N, CHUNK, channels.gates ? K : 1});
+    if (channels.gates) check(w, "w", at::kFloat, {N, CHUNK, V});
+    check(G, "G", at::kFloat, {N, CHUNK, channels.decay ? K : 1});
+    if (channels.decay) check(far, "far", at::kInt, {N});
+    check(masks, "masks", at::kFloat, {8, CHUNK, CHUNK});
+    TORCH_CHECK_VALUE(minus_X.defined() == conventional && written.defined() == conventional &&
+                          T.defined() == conventional,
+                      "dU, minus_X, written and T come together");
+    if (conventional) {
+        check(dU, "dU", scalar, {N, CHUNK, V});
+        check(minus_X, "minus_X", scalar, {N, CHUNK, K});
+        check(written, "written", scalar, {N, CHUNK, V});
+        check(T, "T", scalar, {N, CHUNK, CHUNK});
+    }
 
-    const Gradients gradients = empty_gradients(q, v);
+    const Gradients gradients = empty_gradients(q, v, b, w, G);
     if (N == 0) return gradients;
-    const rewy::ChunkGradientTiling tiling = rewy::chunk_gradient_tiling(N, cube_cores(q.get_device()), scale);
+    const rewy::ChunkGradientTiling tiling =
+        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional);
     enqueue("RewyChunkGradient", [=](void *stream) {
-        const auto &[dq, dk, dv, dbeta, dG, remaining] = gradients;
-        return rewy::launch_chunk_gradient(type, K, V, stream, address(q), address(k), address(v), address(beta),
-                                           address(G), address(d_o), address(U), address(dR), address(S), address(dS),
-                                           address(dq), address(dk), address(dv), address(dbeta), address(dG),
-                                           address(remaining), tiling);
+        const auto &[dq, dk, dv, db, dw, dG, remaining] = gradients;
+        return rewy::launch_chunk_gradient(type, channels, stream, address(q), address(k), address(v), address(b),
+                                           address(w), address(G), address(d_o), address(U), address(dR), address(S),
+                                           address(dS), address(far), address(masks), address(dq), address(dk),
+                                           address(dv), address(db), address(dw), address(dG), address(remaining),
+                                           address(dU), address(minus_X), address(written), address(T), tiling);
     });
     return gradients;
 }
 
-Gradients chunk_gradient_meta(const Tensor &q, const Tensor &, const Tensor &v, const Tensor &, const Tensor &,
-                              const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &, double)
+Gradients chunk_gradient_meta(const Tensor &q, const Tensor &, const Tensor &v, const Tensor &b, Optional w,
+                              const Tensor &G, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
+                              const Tensor &, Optional, const Tensor &, double, Optional, Optional, Optional, Optional)
 {
-    return empty_gradients(q, v);
+    return empty_gradients(q, v, b, or_none(w), G);
 }
 
-// The states that the chunks find, U or dR, the last states.
-States empty_states(const Tensor &K, const Tensor &first)
+// The states that the chunks find, U or dR, the last states, dU (empty but in the conventional form).
+States empty_states(const Tensor &K, const Tensor &first, bool conventional)
 {
-    return {at::empty({K.size(0), first.size(1), first.size(2)}, first.options()),
-            at::empty({K.size(0), CHUNK, first.size(2)}, first.options()), at::empty_like(first)};
+    const int64_t N = K.size(0), V = first.size(2);
+    return {at::empty({N, first.size(1), V}, first.options()), at::empty({N, CHUNK, V}, first.options()),
+            at::empty_like(first), at::empty({conventional ? N : 0, CHUNK, V}, first.options())};
 }
 
 // What both passes have; undefined tensors are those of the other pass.
 States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
-                  const Tensor &d_o, const Tensor &written, const Tensor &carry, const Tensor &first, int64_t steps,
-                  bool reverse)
+                  const Tensor &d_o, const Tensor &written, const Tensor &carry, const Tensor &first,
+                  const Tensor &starts, bool reverse, bool conventional = false)
 {
     TORCH_CHECK_VALUE(first.dim() == 3, "first must be [P,K,V], got ", first.sizes());
-    const int64_t P = first.size(0), N = P * steps, k = first.size(1), v = first.size(2);
+    TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) >= 1, "starts must be [steps + 1], got ", starts.sizes());
+    const int64_t N = K.size(0), P = first.size(0), steps = starts.size(0) - 1, k = first.size(1), v = first.size(2);
     const at::ScalarType scalar = K.scalar_type();
     const rewy::Type type = type_of(scalar);
-    TORCH_CHECK_VALUE(steps >= 1, "steps must be at least 1, got ", steps);
     check_sizes(N, k, v);
+    check_sizes(P, k, v);
     check(X, "X", scalar, {N, CHUNK, k});
     check(K, "K", scalar, {N, CHUNK, k});
     check(T, "T", scalar, {N, CHUNK, CHUNK});
@@ -135,39 +160,47 @@ States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tenso
     }
     check(carry, "carry", at::kFloat, {N, k});
     check(first, "first", at::kFloat, {P, k, v});
+    check(starts, "starts", at::kInt, {steps + 1});
 
-    const States results = empty_states(K, first);
+    const States results = empty_states(K, first, conventional);
     if (P == 0) return results;
-    const rewy::StatePassTiling tiling = rewy::state_pass_tiling(P, steps, cube_cores(K.get_device()), reverse);
+    const rewy::StatePassTiling tiling =
+        rewy::state_pass_tiling(N, P, steps, k, v, cube_cores(K.get_device()), reverse, conventional);
     enqueue(reverse ? "RewyStateReverse" : "RewyStateForward", [=](void *stream) {
-        const auto &[states, solved, last] = results;
-        return rewy::launch_state_pass(type, k, v, stream, address(X), address(K), address(T), address(A), address(Q),
-                                       address(d_o), address(written), address(carry), address(first), address(states),
-                                       address(solved), address(last), tiling);
+        const auto &[states, solved, last, unsolved] = results;
+        return rewy::launch_state_pass(type, stream, address(X), address(K), address(T), address(A), address(Q),
+                                       address(d_o), address(written), address(carry), address(first), address(starts),
+                                       address(states), address(solved), address(last), address(unsolved), tiling);
     });
     return results;
 }
 
-States state_forward(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &written, const Tensor &carry,
-                     const Tensor &first, int64_t steps)
+std::tuple<Tensor, Tensor, Tensor> without_dU(const States &results)
 {
-    return state_pass(X, K, T, {}, {}, {}, written, carry, first, steps, false);
+    return {std::get<0>(results), std::get<1>(results), std::get<2>(results)};
 }
-States state_forward_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &, const Tensor &,
-                          const Tensor &first, int64_t)
+
+std::tuple<Tensor, Tensor, Tensor> state_forward(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &written, const Tensor &carry,
+                     const Tensor &first, const Tensor &starts)
 {
-    return empty_states(K, first);
+    return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, false));
+}
+std::tuple<Tensor, Tensor, Tensor> state_forward_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &,
+                                                      const Tensor &, const Tensor &first, const Tensor &)
+{
+    return without_dU(empty_states(K, first, false));
 }
 
 States state_reverse(const Tensor &minus_X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
-                     const Tensor &d_o, const Tensor &carry, const Tensor &first, int64_t steps)
+                     const Tensor &d_o, const Tensor &carry, const Tensor &first, const Tensor &starts,
+                     bool conventional)
 {
-    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, steps, true);
+    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, starts, true, conventional);
 }
 States state_reverse_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &, const Tensor &,
-                          const Tensor &, const Tensor &, const Tensor &first, int64_t)
+                          const Tensor &, const Tensor &, const Tensor &first, const Tensor &, bool conventional)
 {
-    return empty_states(K, first);
+    return empty_states(K, first, conventional);
 }
 
 }  // namespace
@@ -175,14 +208,16 @@ States state_reverse_meta(const Tensor &, const Tensor &K, const Tensor &, const
 TORCH_LIBRARY(rewy_ascend, library)
 {
     library.def(
-        "chunk_gradient(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor G, Tensor do, Tensor U, Tensor dR, Tensor S, "
-        "Tensor dS, float scale) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dG, Tensor remaining)");
+        "chunk_gradient(Tensor q, Tensor k, Tensor v, Tensor b, Tensor? w, Tensor G, Tensor do, Tensor U, Tensor dR, "
+        "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, Tensor? dU=None, Tensor? minus_X=None, "
+        "Tensor? written=None, Tensor? T=None) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dw, Tensor dG, Tensor remaining)");
     library.def(
-        "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, int steps) -> "
+        "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts) -> "
         "(Tensor states, Tensor U, Tensor last)");
     library.def(
         "state_reverse(Tensor minus_X, Tensor K, Tensor T, Tensor A, Tensor Q, Tensor do, Tensor carry, Tensor first, "
-        "int steps) -> (Tensor states, Tensor dR, Tensor last)");
+        "Tensor starts, bool conventional=False) -> (Tensor states, Tensor dR, Tensor last, Tensor dU)");
 }
 TORCH_LIBRARY_IMPL(rewy_ascend, PrivateUse1, library)
 {

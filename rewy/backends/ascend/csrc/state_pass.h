@@ -4,8 +4,12 @@
 //   forward   R = w ⊙ v − X S        U = T R                  S ← e^Γ ⊙ S + K̃ᵀ U
 //   reverse   dU = Aᵀ do + K̃ dS      dR = Tᵀ dU               dS ← e^Γ ⊙ dS + Q̃ᵀ do − Xᵀ dR
 //
-// dR is the first of the three products around T. A block takes whole sequences of one head, chunk after chunk. The
-// state stays in fp32 in the unified buffers, half of its rows in each vector core; the cube core gets it rounded.
+// dR is the first of the three products around T. The conventional form of the reverse pass, for comparison, has −W in
+// place of −X and dU in place of dR in the last line, and hands both dR and dU on.
+//
+// No column of values meets another, so a block takes a tile of value columns of one sequence and head, chunk after
+// chunk. The state stays in fp32 in the unified buffers, half of its rows in each vector core; the cube core gets it
+// rounded.
 //
 // Cube and vector cores take turns, so a READY flag also tells its waiter that what it overwrites next has been used;
 // there are no FREE flags.
@@ -21,65 +25,86 @@ constexpr uint16_t PREDICTED_READY = 1; // cube → vector: X S is in the unifie
 constexpr uint16_t R_READY = 2;         // vector → cube: R is in L1
 constexpr uint16_t UPDATE_READY = 3;    // cube → vector: what the chunk adds to the state
 
-// P sequences of heads with `steps` chunks each; chunk i of sequence s is row i·P + s of what is per chunk.
+// P sequences of heads, longest first; chunk i of sequence s is row starts[i] + s of what is per chunk. So the sequences
+// that have a chunk i are the first starts[i+1] − starts[i].
 template <class T>
 struct StatePassOperands {
-    GlobalTensor<T> X, K, T_, A, Q, d_o;  // [steps·P,C,..]; forward: X, K̃, T; reverse: −X, K̃, T, A, Q̃, do
-    GlobalTensor<float> written;          // forward: w ⊙ v [steps·P,C,V]
-    GlobalTensor<float> carry;            // [steps·P,K]
+    GlobalTensor<T> X, K, T_, A, Q, d_o;  // [N,C,..]; forward: X, K̃, T; reverse: −X, K̃, T, A, Q̃, do
+    GlobalTensor<float> written;          // forward: w ⊙ v [N,C,V]
+    GlobalTensor<float> carry;            // [N,K]
     GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with
-    GlobalTensor<float> states;           // [steps·P,K,V] the state that each chunk finds
-    GlobalTensor<float> solved;           // [steps·P,C,V] U, or dR
+    GlobalTensor<int32_t> starts;         // [steps+1]
+    GlobalTensor<float> states;           // [N,K,V] the state that each chunk finds
+    GlobalTensor<float> solved;           // [N,C,V] U, or dR
     GlobalTensor<float> final;            // [P,K,V]
-    int32_t P, steps;
-    bool reverse;
+    GlobalTensor<float> unsolved;         // [N,C,V] dU, the conventional form only
+    StatePassTiling tiling;
 
-    // The chunk that step i comes to.
-    __aicore__ inline uint64_t Row(int32_t i, int32_t i_p) const
+    // The chunks that sequence i_p has; a later one has no more.
+    __aicore__ inline int32_t Length(int32_t i_p) const
     {
-        return uint64_t(reverse ? steps - 1 - i : i) * P + i_p;
+        int32_t n = 0;
+        while (n < tiling.steps && starts.GetValue(n + 1) - starts.GetValue(n) > i_p) ++n;
+        return n;
+    }
+
+    // The row of the chunk that step i of `length` comes to.
+    __aicore__ inline uint64_t Row(int32_t i, int32_t length, int32_t i_p) const
+    {
+        return uint64_t(starts.GetValue(tiling.reverse ? length - 1 - i : i)) + i_p;
     }
 };
 
-template <int K, int V>
+// Where things lie, for states of K rows and tiles of V columns.
+template <int V>
 struct StatePlaces {
+    static constexpr int MOST_KEYS = V == 64 ? 256 : 128;
     // unified buffers, bytes
-    static constexpr uint32_t PREDICTED = 0;                             // [R,V] X S
-    static constexpr uint32_t UPDATE = PREDICTED + R * V * 4;            // [K/2,V] K̃ᵀ U, or Q̃ᵀ do − Xᵀ dR
-    static constexpr uint32_t STATE = UPDATE + K / 2 * V * 4;            // [K/2,V]
-    static constexpr uint32_t STATE16 = STATE + K / 2 * V * 4;           // [K/2,V] T
-    static constexpr uint32_t WRITTEN = STATE16 + K / 2 * V * 2;         // [R,V]
-    static constexpr uint32_t R16 = WRITTEN + R * V * 4;                 // [R,V] T
-    static constexpr uint32_t CARRY = R16 + R * V * 2;                   // [K/2]
-    static constexpr uint32_t CARRY_BLOCKS = CARRY + K / 2 * 4;          // [K/2] broadcast
-    static constexpr uint32_t END = CARRY_BLOCKS + K / 2 * BLOCK * 4;
+    static constexpr uint32_t PREDICTED = 0;                                    // [R,V] X S
+    static constexpr uint32_t WRITTEN = PREDICTED + R * V * 4;                  // [R,V]
+    static constexpr uint32_t R16 = WRITTEN + R * V * 4;                        // [R,V] T
+    static constexpr uint32_t UPDATE = R16 + R * V * 2;                         // [K/2,V] K̃ᵀ U, or Q̃ᵀ do − Xᵀ dR
+    static constexpr uint32_t STATE = UPDATE + MOST_KEYS / 2 * V * 4;           // [K/2,V]
+    static constexpr uint32_t STATE16 = STATE + MOST_KEYS / 2 * V * 4;          // [K/2,V] T
+    static constexpr uint32_t CARRY = STATE16 + MOST_KEYS / 2 * V * 2;          // [K/2]
+    static constexpr uint32_t CARRY_BLOCKS = CARRY + MOST_KEYS / 2 * 4;         // [K/2] broadcast
+    static constexpr uint32_t END = CARRY_BLOCKS + MOST_KEYS / 2 * BLOCK * 4;
     static_assert(END <= UB_SIZE, "the state must fit the unified buffers of two vector cores");
     // L1
-    static constexpr Operand L1_STATE{0, K, V};
-    static constexpr Operand L1_R{L1_STATE.address + K * V * 2, C, V};   // R, or dU
-    static constexpr Operand L1_U{L1_R.address + C * V * 2, C, V};       // U, or dR
+    static constexpr Operand L1_R{0, C, V};                                     // R, or dU
+    static constexpr Operand L1_U{L1_R.address + C * V * 2, C, V};              // U, or dR
     static constexpr Operand L1_DO{L1_U.address + C * V * 2, C, V};
-    static constexpr Operand L1_X{L1_DO.address + C * V * 2, C, K};
-    static constexpr Operand L1_K{L1_X.address + C * K * 2, C, K};
-    static constexpr Operand L1_Q{L1_K.address + C * K * 2, C, K};
-    static constexpr Operand L1_T{L1_Q.address + C * K * 2, C, C};
+    static constexpr Operand L1_T{L1_DO.address + C * V * 2, C, C};
     static constexpr Operand L1_A{L1_T.address + C * C * 2, C, C};
+    static constexpr uint32_t L1_KEYS = L1_A.address + C * C * 2;
+    const Operand L1_X, L1_K, L1_Q, L1_STATE;
+
+    __aicore__ inline explicit StatePlaces(int K)
+        : L1_X{L1_KEYS, C, K}, L1_K{L1_X.address + C * K * 2, C, K}, L1_Q{L1_K.address + C * K * 2, C, K},
+          L1_STATE{L1_Q.address + C * K * 2, K, V}
+    {
+    }
 };
 
-template <class T, int K, int V>
+template <class T, int V>
 class StatePassCube : Cube<T> {
 public:
-    __aicore__ inline explicit StatePassCube(const StatePassOperands<T> &x) : x(x) {}
+    __aicore__ inline explicit StatePassCube(const StatePassOperands<T> &x)
+        : x(x), K(x.tiling.K), pitch(x.tiling.V), place(x.tiling.K)
+    {
+    }
 
     __aicore__ inline void Run()
     {
         this->Prime();
-        for (int32_t i_p = GetBlockIdx(); i_p < x.P; i_p += GetBlockNum()) {
-            for (int32_t i = 0; i < x.steps; ++i) {
-                if (x.reverse) {
-                    Reverse(x.Row(i, i_p));
+        for (int32_t i_pv = GetBlockIdx(); i_pv < x.tiling.P * x.tiling.tiles; i_pv += GetBlockNum()) {
+            const int32_t i_p = i_pv / x.tiling.tiles, length = x.Length(i_p);
+            const int column = i_pv % x.tiling.tiles * V;
+            for (int32_t i = 0; i < length; ++i) {
+                if (x.tiling.reverse) {
+                    Reverse(x.Row(i, length, i_p), column);
                 } else {
-                    Forward(x.Row(i, i_p));
+                    Forward(x.Row(i, length, i_p), column);
                 }
             }
         }
@@ -87,118 +112,135 @@ public:
     }
 
 private:
-    using P = StatePlaces<K, V>;
+    using P = StatePlaces<V>;
 
-    __aicore__ inline void Forward(uint64_t i_n)
+    __aicore__ inline void Forward(uint64_t i_n, int column)
     {
         WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(P::L1_X, x.X[i_n * C * K]);
+        this->Load(place.L1_X, x.X[i_n * C * K]);
         this->Load(P::L1_T, x.T_[i_n * C * C]);
-        this->Load(P::L1_K, x.K[i_n * C * K]);
+        this->Load(place.L1_K, x.K[i_n * C * K]);
         SetFlag<HardEvent::MTE2_MTE1>(0);
         WaitFlag<HardEvent::MTE2_MTE1>(0);
 
         CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);
-        this->Multiply(P::L1_X, P::L1_STATE);
+        this->Multiply(place.L1_X, place.L1_STATE);
         this->ToVector(P::PREDICTED);
         CrossCoreSetFlag<2, PIPE_FIX>(PREDICTED_READY);
 
         CrossCoreWaitFlag<2, PIPE_MTE1>(R_READY);
         this->Multiply(P::L1_T, P::L1_R);
-        this->ToOperand(P::L1_U, x.solved[i_n * C * V]);
-        this->Multiply(P::L1_K.T(), P::L1_U);
+        this->ToOperand(P::L1_U, x.solved[i_n * C * pitch + column], pitch);
+        this->Multiply(place.L1_K.T(), P::L1_U);
         SetFlag<HardEvent::MTE1_MTE2>(0);
         this->ToVector(P::UPDATE);
         CrossCoreSetFlag<2, PIPE_FIX>(UPDATE_READY);
     }
 
-    __aicore__ inline void Reverse(uint64_t i_n)
+    __aicore__ inline void Reverse(uint64_t i_n, int column)
     {
         WaitFlag<HardEvent::MTE1_MTE2>(0);
         this->Load(P::L1_A, x.A[i_n * C * C]);
-        this->Load(P::L1_DO, x.d_o[i_n * C * V]);
-        this->Load(P::L1_K, x.K[i_n * C * K]);
+        this->Load(P::L1_DO, x.d_o[i_n * C * pitch + column], pitch);
+        this->Load(place.L1_K, x.K[i_n * C * K]);
         this->Load(P::L1_T, x.T_[i_n * C * C]);
-        this->Load(P::L1_Q, x.Q[i_n * C * K]);
-        this->Load(P::L1_X, x.X[i_n * C * K]);
+        this->Load(place.L1_Q, x.Q[i_n * C * K]);
+        this->Load(place.L1_X, x.X[i_n * C * K]);
         SetFlag<HardEvent::MTE2_MTE1>(0);
         WaitFlag<HardEvent::MTE2_MTE1>(0);
 
         this->Multiply(P::L1_A.T(), P::L1_DO);
         CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);
-        this->MultiplyAdd(P::L1_K, P::L1_STATE);
-        this->ToOperand(P::L1_R);
+        this->MultiplyAdd(place.L1_K, place.L1_STATE);
+        if (x.tiling.conventional) {
+            this->ToOperand(P::L1_R, x.unsolved[i_n * C * pitch + column], pitch);
+        } else {
+            this->ToOperand(P::L1_R);
+        }
         this->Multiply(P::L1_T.T(), P::L1_R);
-        this->ToOperand(P::L1_U, x.solved[i_n * C * V]);
-        this->Multiply(P::L1_Q.T(), P::L1_DO);
-        this->MultiplyAdd(P::L1_X.T(), P::L1_U);
+        this->ToOperand(P::L1_U, x.solved[i_n * C * pitch + column], pitch);
+        this->Multiply(place.L1_Q.T(), P::L1_DO);
+        this->MultiplyAdd(place.L1_X.T(), x.tiling.conventional ? P::L1_R : P::L1_U);
         SetFlag<HardEvent::MTE1_MTE2>(0);
         this->ToVector(P::UPDATE);
         CrossCoreSetFlag<2, PIPE_FIX>(UPDATE_READY);
     }
 
     const StatePassOperands<T> &x;
+    const int K, pitch;
+    const P place;
 };
 
-template <class T, int K, int V>
+template <class T, int V>
 class StatePassVector {
 public:
-    __aicore__ inline explicit StatePassVector(const StatePassOperands<T> &x) : x(x), sub(GetSubBlockIdx()) {}
+    __aicore__ inline explicit StatePassVector(const StatePassOperands<T> &x)
+        : x(x), K(x.tiling.K), pitch(x.tiling.V), half_keys(K / 2), sub(GetSubBlockIdx()), place(K)
+    {
+    }
 
     __aicore__ inline void Run()
     {
         SetFlag<HardEvent::MTE3_MTE2>(0);
         SetFlag<HardEvent::V_MTE2>(0);
-        for (int32_t i_p = GetBlockIdx() / 2; i_p < x.P; i_p += GetBlockNum()) Sequence(i_p);
+        for (int32_t i_pv = GetBlockIdx() / 2; i_pv < x.tiling.P * x.tiling.tiles; i_pv += GetBlockNum()) {
+            Sequence(i_pv / x.tiling.tiles, i_pv % x.tiling.tiles * V);
+        }
         WaitFlag<HardEvent::MTE3_MTE2>(0);
         WaitFlag<HardEvent::V_MTE2>(0);
     }
 
 private:
-    using P = StatePlaces<K, V>;
-    static constexpr int HALF = K / 2;
+    using P = StatePlaces<V>;
 
-    __aicore__ inline uint64_t Share(uint64_t row) const { return (row * K + sub * HALF) * V; }
-
-    __aicore__ inline void Sequence(int32_t i_p)
+    // Where this core's half of a state's tile begins.
+    __aicore__ inline uint64_t Share(uint64_t row, int column) const
     {
-        Floats state = At(P::STATE, HALF * V), update = At(P::UPDATE, HALF * V);
-        Floats blocks = At(P::CARRY_BLOCKS, HALF * BLOCK);
+        return (row * K + sub * half_keys) * pitch + column;
+    }
+
+    __aicore__ inline void Sequence(int32_t i_p, int column)
+    {
+        Floats state = At(P::STATE, half_keys * V), update = At(P::UPDATE, half_keys * V);
+        Floats blocks = At(P::CARRY_BLOCKS, half_keys * BLOCK);
         WaitFlag<HardEvent::MTE3_MTE2>(0);
         WaitFlag<HardEvent::V_MTE2>(0);
-        Arrive(state, x.first[Share(i_p)], HALF * V);
+        ArriveRows(state, x.first[Share(i_p, column)], half_keys, V, pitch);
         SetFlag<HardEvent::MTE2_V>(0);
         WaitFlag<HardEvent::MTE2_V>(0);
         SetFlag<HardEvent::V_MTE2>(0);
 
-        for (int32_t i = 0; i < x.steps; ++i) {
-            const uint64_t i_n = x.Row(i, i_p);
-            LocalTensor<T> rounded = At16<T>(P::STATE16, HALF * V);
-            Cast(rounded, state, RoundMode::CAST_RINT, HALF * V);
+        const int32_t length = x.Length(i_p);
+        for (int32_t i = 0; i < length; ++i) {
+            const uint64_t i_n = x.Row(i, length, i_p);
+            LocalTensor<T> rounded = At16<T>(P::STATE16, half_keys * V);
+            Cast(rounded, state, RoundMode::CAST_RINT, half_keys * V);
             SetFlag<HardEvent::V_MTE3>(0);
             WaitFlag<HardEvent::V_MTE3>(0);
-            ToCube(P::L1_STATE, rounded, sub);
+            ToCube(place.L1_STATE, rounded, sub);
             CrossCoreSetFlag<2, PIPE_MTE3>(STATE_READY);
-            Leave(x.states[Share(i_n)], state, HALF * V);
+            LeaveRows(x.states[Share(i_n, column)], state, half_keys, V, pitch);
             SetFlag<HardEvent::MTE3_V>(0);
 
             WaitFlag<HardEvent::V_MTE2>(0);
-            Arrive(At(P::CARRY, HALF), x.carry[i_n * K + sub * HALF], HALF);
-            if (!x.reverse) Arrive(At(P::WRITTEN, R * V), x.written[(i_n * C + sub * R) * V], R * V);
+            Arrive(At(P::CARRY, half_keys), x.carry[i_n * K + sub * half_keys], half_keys);
+            if (!x.tiling.reverse) {
+                ArriveRows(At(P::WRITTEN, R * V), x.written[(i_n * C + sub * R) * pitch + column], R, V, pitch);
+            }
             SetFlag<HardEvent::MTE2_V>(0);
             WaitFlag<HardEvent::MTE2_V>(0);
-            if (!x.reverse) Residual();
+            if (!x.tiling.reverse) Residual();
 
             CrossCoreWaitFlag<2, PIPE_V>(UPDATE_READY);
             WaitFlag<HardEvent::MTE3_V>(0);
-            Brcb(blocks, At(P::CARRY, HALF), HALF / 8, {1, 8});
-            TimesRows(state, state, blocks, HALF, V);
-            Add(state, state, update, HALF * V);
+            Brcb(blocks, At(P::CARRY, half_keys), half_keys / 8, {1, 8});
+            TimesRows(state, state, blocks, half_keys, V);
+            Add(state, state, update, half_keys * V);
             SetFlag<HardEvent::V_MTE2>(0);
         }
         SetFlag<HardEvent::V_MTE3>(0);
         WaitFlag<HardEvent::V_MTE3>(0);
-        Leave(x.final[Share(i_p)], state, HALF * V);
+        LeaveRows(x.final[Share(i_p, column)], state, half_keys, V, pitch);
         SetFlag<HardEvent::MTE3_MTE2>(0);
     }
 
@@ -217,23 +259,27 @@ private:
     }
 
     const StatePassOperands<T> &x;
+    const int K, pitch, half_keys;
     const int sub;
+    const P place;
 };
 
-template <class T, int K, int V>
+template <class T, int V>
 __aicore__ inline void StatePass(REWY_STATE_PASS_TENSORS(GM_ADDR), StatePassTiling tiling)
 {
-    const uint64_t P = tiling.P, N = P * tiling.steps, reverse = tiling.reverse ? 1 : 0, forward = 1 - reverse;
+    const uint64_t N = tiling.N, reverse = tiling.reverse ? 1 : 0, forward = 1 - reverse;
+    const uint64_t keys = N * C * tiling.K, values = N * C * tiling.V, scores = N * C * C;
+    const uint64_t state = uint64_t(tiling.K) * tiling.V, steps = tiling.steps;
     const StatePassOperands<T> x{
-        Global<T>(X, N * C * K), Global<T>(K_, N * C * K), Global<T>(T_, N * C * C), Global<T>(A, reverse * N * C * C),
-        Global<T>(Q, reverse * N * C * K), Global<T>(d_o, reverse * N * C * V),
-        Global<float>(written, forward * N * C * V), Global<float>(carry, N * K), Global<float>(first, P * K * V),
-        Global<float>(states, N * K * V), Global<float>(solved, N * C * V), Global<float>(final, P * K * V),
-        tiling.P, tiling.steps, tiling.reverse};
+        Global<T>(X, keys), Global<T>(K_, keys), Global<T>(T_, scores), Global<T>(A, reverse * scores),
+        Global<T>(Q, reverse * keys), Global<T>(d_o, reverse * values), Global<float>(written, forward * values),
+        Global<float>(carry, N * tiling.K), Global<float>(first, tiling.P * state), Global<int32_t>(starts_, steps + 1),
+        Global<float>(states, N * state), Global<float>(solved, values), Global<float>(final, tiling.P * state),
+        Global<float>(unsolved, tiling.conventional ? values : 0), tiling};
 
     InitSocState();
-    if ASCEND_IS_AIC { StatePassCube<T, K, V>(x).Run(); }
-    if ASCEND_IS_AIV { StatePassVector<T, K, V>(x).Run(); }
+    if ASCEND_IS_AIC { StatePassCube<T, V>(x).Run(); }
+    if ASCEND_IS_AIV { StatePassVector<T, V>(x).Run(); }
     PipeBarrier<PIPE_ALL>();
 }
 
