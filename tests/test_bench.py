@@ -547,14 +547,64 @@ def test_model_sizes_are_what_they_are_called(size: str) -> None:
     assert sum(p.numel() for p in decoder.parameters()) == pytest.approx(stated, rel=0.08)
 
 
-def test_compiling_ahead_reports_cold_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config(levels=["autograd"], contestants=["reference-autograd", "rewy"], baseline="rewy")
+def test_compiling_ahead_leaves_no_cold_start_to_be_seen(tmp_path: Path) -> None:
     said: list[str] = []
-    cold = ColdStarts()
-    cold.compile_ahead(chosen, CPU, harness.plan(chosen), 1, None, said.append)
-    case = Case.of(chosen, "gated_delta_rule", chosen.shapes[0], CPU)
+    outcome = harness.run(
+        config(levels=["autograd"], contestants=["rewy", "rewy#2", "fla"], baseline="rewy"),
+        tmp_path / FILE, command="test", say=said.append, workers=2,
+    )  # fmt: skip
+    assert outcome.finished == 1
     assert (
-        said[0] == "compiling 1 kinds of case in 1 processes"
-    )  # reference-autograd is plain torch: nothing to compile
-    assert cold.of("rewy", case, None) == cold.of("rewy", case, 1e9) > 0
-    assert cold.of("reference-autograd", case, 2.0) == cold.of("reference-autograd", case, 1.0) == 2.0
+        said[0] == "compiling 1 kinds of case in 2 processes"
+    )  # once for both labels, not for who is absent
+    assert re.fullmatch(r"  \d+ s", said[1])
+    assert [row.cold_s for row in results.load(tmp_path / FILE).rows] == [None] * 3
+
+
+def test_the_first_cold_start_stays() -> None:
+    chosen, cold = config(), ColdStarts()
+    case = Case.of(chosen, "gated_delta_rule", chosen.shapes[0], CPU)
+    assert cold.of("rewy", case, None) is None
+    assert cold.of("rewy", case, 2.0) == cold.of("rewy", case, 1.0) == 2.0
+
+
+def test_compiling_ahead_says_what_went_wrong() -> None:
+    case = Case.of(config(), "gated_delta_rule", config().shapes[0], CPU)
+    said: list[str] = []
+    ColdStarts().compile_ahead([("fla", case), ("rewy", case)], 2, None, said.append)
+    assert said[1:-1] == ["  fla, GDN: RuntimeError: runs on cuda and npu, not on cpu"]
+    ColdStarts().compile_ahead([("rewy", case)], 1, time.monotonic(), said.append)
+    assert said[-2] == "  compile: stopped after 0 s"
+
+
+def test_tuned_kernels_are_compiled_in_parts_and_not_run() -> None:
+    triton = pytest.importorskip("triton")
+    from rewy.bench.contestants import _compiling_only
+
+    compiled: list[tuple[int, dict[str, Any]]] = []
+
+    class Kernel:
+        arg_names = ("x", "BLOCK")
+
+        @staticmethod
+        def fn(x: int, BLOCK: int) -> None: ...  # Triton looks for a function, and its name
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            assert warmup and (args, grid) == ((5,), (1,))
+            compiled.append((options.pop("BLOCK"), options))
+            if options["num_warps"] == 4:
+                raise RuntimeError("out of registers")
+
+    sizes = [16, 32, 64]
+    configs = [triton.Config({"BLOCK": size}, num_warps=warps) for size in sizes for warps in (4, 8)]
+    tuner = triton.autotune(configs, key=[])(Kernel())
+    tune = type(tuner).run
+    for part in range(4):
+        met: dict[str, int] = {}
+        with _compiling_only(lambda what, part=part, met=met: met.setdefault(what, len(met)) % 4 == part):
+            tuner[(1,)](5)
+        assert len(met) == 6
+    assert type(tuner).run is tune
+    assert sorted((size, options["num_warps"]) for size, options in compiled) == [
+        (size, warps) for size in sizes for warps in (4, 8)
+    ]

@@ -1,127 +1,138 @@
-"""Cold starts: what the first forward and backward of an operator take before anything is compiled or tuned.
+"""What compiling costs: kernels compiled ahead on all cores, and cold starts one after another.
 
-`compile_ahead` spends them in parallel processes, one for each contestant and kind of case, so that the measuring
-process finds compiled kernels in the shared cache. What such a process picks while its neighbours load the
-machine is not kept: the measuring process tunes again, alone.
+`compile_ahead` fills the caches of the compilers, so that the measuring process only tunes. As a program this
+module measures what it saves: the first forward and backward of every operator with empty caches, each in a
+process of its own:
+
+    python -m rewy.bench.cold configs/h200.yaml [CONTESTANT ...]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 from rewy.bench.check import inputs_of, run
 from rewy.bench.clock import clock_for
-from rewy.bench.config import Config, Shape
-from rewy.bench.contestants import CONTESTANTS, Rewy, split_label
+from rewy.bench.config import load
+from rewy.bench.contestants import CONTESTANTS, first_line, split_label
 from rewy.bench.workload import Case
 
-if TYPE_CHECKING:
-    from rewy.bench.harness import Point
+Kind = tuple[str, Case]
+"""A contestant and a case as small as compiling allows."""
 
-Key = tuple[str, Case]
+
+def kind_of(name: str, case: Case) -> Kind:
+    return name, CONTESTANTS[name].kind(case)
 
 
 class ColdStarts:
-    """Seconds by contestant and kind of case; the first figure stays."""
+    """Seconds of the first call by kind, where nothing had been compiled before it."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Key, float] = {}
+        self.seconds: dict[Kind, float | None] = {}
 
     def of(self, name: str, case: Case, seen_here: float | None) -> float | None:
         """The cold start known for this case, else the one just seen in this process."""
-        key = name, CONTESTANTS[name].kind(case)
+        kind = kind_of(name, case)
         if seen_here is not None:
-            self.seconds.setdefault(key, seen_here)
-        return self.seconds.get(key)
+            self.seconds.setdefault(kind, seen_here)
+        return self.seconds.get(kind)
 
     def compile_ahead(
-        self,
-        config: Config,
-        device: torch.device,
-        points: list[Point],
-        workers: int,
-        deadline: float | None,
-        say: Callable[[str], None],
+        self, kinds: Iterable[Kind], workers: int, deadline: float | None, say: Callable[[str], None]
     ) -> None:
-        """Runs every kind of case that compiles something once, in processes of their own."""
-        tasks: dict[Key, tuple[str, str, Shape]] = {}
-        for point in points:
-            if not isinstance(point.where, Shape):
-                continue
-            case = Case.of(config, point.operator, point.where, device)
-            for contestant in point.contestants:
-                name = split_label(contestant)
-                adaptor = CONTESTANTS[name]
-                plain_torch = isinstance(adaptor, Rewy) and adaptor.backend == "reference"
-                if not plain_torch and adaptor.absent(case.device) is None and adaptor.declines(case) is None:
-                    tasks.setdefault((name, adaptor.kind(case)), (name, point.operator, point.where))
-        say(f"compiling {len(tasks)} kinds of case in {workers} processes")
-        if deadline is not None:  # half of the time is for measuring
-            deadline = (time.monotonic() + deadline) / 2
-        pool = ThreadPoolExecutor(workers)
-        try:
-            jobs = {pool.submit(_in_process, config, *task, deadline): key for key, task in tasks.items()}
-            for job in as_completed(jobs):
-                name, case = jobs[job]
-                seconds = job.result()
-                if seconds is not None:
-                    self.seconds[name, case] = seconds
-                outcome = "no result" if seconds is None else f"{seconds:.1f} s"
-                say(f"  {name}, {case.operator.title} H{case.H}/{case.HV} K{case.K} V{case.V}: {outcome}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+        """Compiles what these kinds need in `workers` processes, which leaves no cold start to be seen."""
+        self.seconds |= dict.fromkeys(kinds)
+        start = time.monotonic()
+        # Half of the time is for measuring.
+        limit = None if deadline is None else max(0.0, (deadline - start) / 2)
+        say(f"compiling {len(self.seconds)} kinds of case in {workers} processes")
+        kinds = list(self.seconds)
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(_in_process, "compile", (kinds, i, workers), limit) for i in range(workers)]
+            found = [job.result() for job in jobs]
+        for line in sorted({line for failures in found for line in failures}):
+            say(f"  {line}")
+        say(f"  {time.monotonic() - start:.0f} s")
 
 
-def _in_process(
-    config: Config, name: str, operator: str, shape: Shape, deadline: float | None
-) -> float | None:
-    """Seconds of the cold start; None when it failed, which the check in the measuring process will explain."""
-    own = {"shapes": [shape.model_dump(mode="json", exclude={"operators", "contestants"})]}
-    task = {"name": name, "operator": operator, "config": config.model_dump(mode="json") | own}
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        return None
+def _in_process(task: str, arguments: Any, limit: float | None, **environment: str) -> list[str]:
+    """Lines that the task prints in a process of its own; the end of its story if that went wrong."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "rewy.bench.cold"],
-            input=json.dumps(task),
-            env=os.environ | {"FLA_CACHE_RESULTS": "0"},
+            [sys.executable, "-c", f"from rewy.bench import cold; cold._{task}()"],
+            input=pickle.dumps(arguments),
             capture_output=True,
-            text=True,
-            timeout=left,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            timeout=limit,
         )
-        return float(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return None
+    except subprocess.TimeoutExpired:
+        return [f"{task}: stopped after {limit:.0f} s"]
+    if done.returncode:
+        story = done.stderr.decode().strip().splitlines() or [f"status {done.returncode}"]
+        return [f"{task}: {story[-1]}"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    """One cold start, described on standard input; its seconds on standard output."""
-    task = json.load(sys.stdin)
-    config = Config.model_validate(task["config"])
-    clock = clock_for(config.device)
-    adaptor = CONTESTANTS[task["name"]]
-    case = adaptor.kind(Case.of(config, task["operator"], config.shapes[0], clock.device))
+def _compile() -> None:
+    """Every `of`-th thing that the kinds on standard input need, in an order that all processes share."""
+    kinds, mine, of = pickle.load(sys.stdin.buffer)
+    seen: dict[str, int] = {}
+    failures = []
+
+    def is_mine(what: str) -> bool:
+        return seen.setdefault(what, len(seen)) % of == mine
+
+    for name, case in kinds:
+        adaptor = CONTESTANTS[name]
+        try:
+            if reason := adaptor.absent(case.device):
+                raise RuntimeError(reason)
+            adaptor.compile(case, *inputs_of(case, seed=0), is_mine)
+        except Exception as e:  # the check in the measuring process meets it again, and says what it means
+            failures.append(f"{name}, {case.operator.title}: {type(e).__name__}: {first_line(e)}")
+    print(json.dumps(failures))
+
+
+def _start() -> None:
+    """One cold start, of the kind on standard input."""
+    name, case = pickle.load(sys.stdin.buffer)
+    adaptor, clock = CONTESTANTS[name], clock_for(case.device.type)
     reason = adaptor.absent(case.device) or adaptor.declines(case)
     if reason:
-        raise SystemExit(f"{task['name']}: {reason}")
-    x, do, dht = inputs_of(case, config.seed)
+        print(json.dumps([reason]))
+        return
+    inputs = inputs_of(case, seed=0)
     clock.wait()
     start = time.perf_counter()
-    for level in config.levels:
-        run(adaptor, case, level, x, do, dht)
+    run(adaptor, case, "autograd", *inputs)
     clock.wait()
-    print(time.perf_counter() - start)
+    print(json.dumps([f"{time.perf_counter() - start:.1f} s"]))
+
+
+def main(path: str, *contestants: str) -> None:
+    """Prints a table of cold starts, of the configuration's contestants unless some are named."""
+    config = load(Path(path))
+    device = clock_for(config.device).device
+    print("| operator | shape | contestant | first forward and backward |\n| --- | --- | --- | ---: |")
+    for name in contestants or dict.fromkeys(map(split_label, config.contestants)):
+        for operator in config.operators:
+            case = Case.of(config, operator, config.shapes[0], device)
+            with tempfile.TemporaryDirectory() as empty:
+                caches = {f"{tool}_CACHE_DIR": f"{empty}/{tool}" for tool in ("TRITON", "TILELANG")}
+                (found,) = _in_process("start", (name, case), None, **caches)
+            print(f"| {case.operator.title} | {config.shapes[0].label} | {name} | {found} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -11,7 +11,8 @@ import importlib.metadata
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rewy.bench.workload import Case
 
 Backward = Callable[[Tensor, "Tensor | None"], Gradients]
+Mine = Callable[[str], bool]
+"""Whether compiling what is described falls to this process, of several that share the work."""
 
 
 def split_label(label: str) -> str:
@@ -75,8 +78,19 @@ class Contestant(ABC):
     def prepare(self, case: Case, x: Operands) -> Backward:
         """Runs the forward and returns the backward alone; it may be called again and again."""
         x = leaves(x)
-        o, ht = self.call(case, x, True)
+        o, ht = self.call(case, x, case.initial_state)
         return lambda do, dht: gradients(x, o, ht, do, dht, retain_graph=True)
+
+    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
+        """Fills the compiler's cache with what falls to this process; results are of no interest.
+
+        Who cannot compile without running, or a part of it, runs the whole case as one thing.
+        """
+        if mine(f"{type(self).__name__} {case}"):
+            self.prepare(case, x)(do, dht)
+            traced = leaves(x)
+            o, ht = self.call(case, traced, case.initial_state)
+            gradients(traced, o, ht, do, dht)
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,17 @@ class Rewy(Contestant):
         problem, backend = self._problem(case), dispatch.load(self._backend(case.device))
         _, _, kept = backend.forward(problem, x, True)
         return lambda do, dht: backend.backward(problem, x, kept, do, dht)
+
+    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
+        if self._backend(case.device) != "cuda":
+            return  # compiled when it was installed, or plain torch
+        from rewy.backends.cuda.launch import recording
+
+        with recording() as launches:
+            self.prepare(case, x)(do, dht)
+        for launch in launches:
+            if mine(_described(launch.name, launch.args, launch.options)):
+                launch.compile()
 
     def _backend(self, device: torch.device) -> str:
         return self.backend or dispatch.MADE_FOR.get(device.type, "reference")
@@ -175,6 +200,13 @@ class Fla(Package):
         if pure != (device.type == "cuda"):
             raise RuntimeError("fla was imported before with another FLA_DISABLE_BACKEND_DISPATCH")
 
+    def kind(self, case: Case) -> Case:
+        return replace(case.small(), B=case.B)  # B is compiled into its cumulative sums
+
+    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
+        with _compiling_only(mine):
+            self.prepare(case, x)(do, dht)
+
     def declines(self, case: Case) -> str | None:
         name = case.operator.name
         if case.HV != case.H and name in ("delta_rule", "gdn2"):
@@ -223,13 +255,13 @@ class Fla(Package):
             "kda": self._kda,
             "gdn2": self._gdn2,
         }
-        return low_level[case.operator.name](x, common)
+        return low_level[case.operator.name](case, x, common)
 
-    def _delta_rule(self, x: Operands, common: dict[str, Any]) -> Backward:
+    def _delta_rule(self, case: Case, x: Operands, common: dict[str, Any]) -> Backward:
         from fla.ops.delta_rule.chunk import chunk_delta_rule_bwd, chunk_delta_rule_fwd
 
         inputs = dict(q=x.q, k=x.k, v=x.v, beta=x.erase, **common)
-        _, A, _ = chunk_delta_rule_fwd(**inputs, output_final_state=True)
+        _, A, _ = chunk_delta_rule_fwd(**inputs, output_final_state=case.initial_state)
 
         def backward(do: Tensor, dht: Tensor | None) -> Gradients:
             dq, dk, dv, db, dh0 = chunk_delta_rule_bwd(**inputs, A=A, do=do, dht=dht)
@@ -237,11 +269,11 @@ class Fla(Package):
 
         return backward
 
-    def _gated_delta_rule(self, x: Operands, common: dict[str, Any]) -> Backward:
+    def _gated_delta_rule(self, case: Case, x: Operands, common: dict[str, Any]) -> Backward:
         from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
         inputs = dict(q=x.q, k=x.k, v=x.v, beta=x.erase, **common)
-        G, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, g=x.g, output_final_state=True)
+        G, _, A, *_ = chunk_gated_delta_rule_fwd(**inputs, g=x.g, output_final_state=case.initial_state)
 
         def backward(do: Tensor, dht: Tensor | None) -> Gradients:
             dq, dk, dv, db, dg, dh0, *_ = chunk_gated_delta_rule_bwd(**inputs, g=G, A=A, do=do, dht=dht)
@@ -249,12 +281,12 @@ class Fla(Package):
 
         return backward
 
-    def _kda(self, x: Operands, common: dict[str, Any]) -> Backward:
+    def _kda(self, case: Case, x: Operands, common: dict[str, Any]) -> Backward:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd
         from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
         inputs = dict(q=x.q, k=x.k, v=x.v, beta=x.erase, **common)
-        _, _, G, Aqk, Akk, *_ = chunk_kda_fwd(**inputs, g=x.g, output_final_state=True)
+        _, _, G, Aqk, Akk, *_ = chunk_kda_fwd(**inputs, g=x.g, output_final_state=case.initial_state)
 
         def backward(do: Tensor, dht: Tensor | None) -> Gradients:
             dq, dk, dv, db, dg, dh0, *_ = chunk_kda_bwd(**inputs, g=G, Aqk=Aqk, Akk=Akk, do=do, dht=dht)
@@ -262,18 +294,47 @@ class Fla(Package):
 
         return backward
 
-    def _gdn2(self, x: Operands, common: dict[str, Any]) -> Backward:
+    def _gdn2(self, case: Case, x: Operands, common: dict[str, Any]) -> Backward:
         from fla.ops.gdn2.chunk_bwd import chunk_gdn2_bwd
         from fla.ops.gdn2.chunk_fwd import chunk_gdn2_fwd
 
         inputs = dict(q=x.q, k=x.k, v=x.v, b=x.erase, w_gate=x.write, **common)
-        _, _, G, Aqk, Akk, *_ = chunk_gdn2_fwd(**inputs, g=x.g, output_final_state=True)
+        _, _, G, Aqk, Akk, *_ = chunk_gdn2_fwd(**inputs, g=x.g, output_final_state=case.initial_state)
 
         def backward(do: Tensor, dht: Tensor | None) -> Gradients:
             dq, dk, dv, db, dw, dg, dh0, *_ = chunk_gdn2_bwd(**inputs, g=G, Aqk=Aqk, Akk=Akk, do=do, dht=dht)
             return Gradients(dq, dk, dv, dg, db, dw, dh0)
 
         return backward
+
+
+def _described(kernel: str, args: Mapping[str, Any], options: object) -> str:
+    """What tells two compiled kernels apart, or more than that."""
+    sizes = {name: arg.dtype if isinstance(arg, Tensor) else arg for name, arg in args.items()}
+    return f"{kernel} {sizes} {options}"
+
+
+@contextmanager
+def _compiling_only(mine: Mine) -> Iterator[None]:
+    """Kernels that Triton tunes are compiled, those configurations of them that are `mine`, and not run.
+
+    Which one is fastest shows on an idle device only, so the measuring process tunes, among compiled ones.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    def compile_all(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        sizes = self.nargs | {name: arg for name, arg in kwargs.items() if name in self.arg_names}
+        for config in self.prune_configs(kwargs):
+            if mine(_described(self.base_fn.__name__, sizes, config)):
+                with suppress(Exception):  # tuning meets it again, and passes over it
+                    self.fn.run(*args, **kwargs | config.all_kwargs() | {"warmup": True})
+
+    tune, Autotuner.run = Autotuner.run, compile_all
+    try:
+        yield
+    finally:
+        Autotuner.run = tune
 
 
 class FlashQla(Package):

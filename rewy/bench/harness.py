@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from rewy.bench import model, results
 from rewy.bench.check import Oracle, Verdict, check, inputs_of
 from rewy.bench.check import run as run_once
 from rewy.bench.clock import Clock, ceilings, clock_for, module_of, survived
-from rewy.bench.cold import ColdStarts
+from rewy.bench.cold import ColdStarts, Kind, kind_of
 from rewy.bench.config import Config, ModelRun, Shape
 from rewy.bench.contestants import CONTESTANTS, first_line, split_label, switches, versions
 from rewy.bench.levels import SAMPLERS, Inputs, Sampler, calls_a_round, input_sets, take_turns
@@ -101,8 +102,10 @@ def run(
     progress(finished)
     try:
         if workers:
-            cold.compile_ahead(config, clock.device, left, workers, deadline, say)
+            cold.compile_ahead(_kinds(config, left, clock.device), workers, deadline, say)
         harness = Harness(config, clock, cold)
+        gc.collect()
+        gc.freeze()  # modules and kernels stay: looking through them at every point takes longer than measuring it
         for point in left:
             if deadline is not None and time.monotonic() > deadline:
                 return Outcome(finished, len(points), "time limit reached")
@@ -151,10 +154,24 @@ def outlook(config: Config) -> list[tuple[Point, str, str]]:
     for point in plan(config):
         case = _case(config, point, torch.device(config.device))
         for contestant in point.contestants:
-            adaptor = CONTESTANTS[split_label(contestant)]
-            reason = adaptor.absent(case.device) or adaptor.declines(case) or ""
-            found.append((point, contestant, reason))
+            found.append((point, contestant, _refusal(split_label(contestant), case) or ""))
     return found
+
+
+def _refusal(name: str, case: Case) -> str | None:
+    adaptor = CONTESTANTS[name]
+    return adaptor.absent(case.device) or adaptor.declines(case)
+
+
+def _kinds(config: Config, points: list[Point], device: torch.device) -> list[Kind]:
+    """What the points ask their contestants to compile, each once and in their order."""
+    found: dict[Kind, None] = {}
+    for point in points:
+        case = _case(config, point, device)
+        for name in dict.fromkeys(map(split_label, point.contestants)):
+            if _refusal(name, case) is None:
+                found[kind_of(name, case)] = None
+    return list(found)
 
 
 def _case(config: Config, point: Point, device: torch.device) -> Case:
@@ -170,7 +187,7 @@ class Harness:
         self.config, self.clock, self.cold = config, clock, cold
         self.oracles: dict[Case, Oracle] = {}
         self.verdicts: dict[tuple[str, str, Case], Verdict] = {}
-        self.tuned: set[tuple[str, Case]] = set()
+        self.tuned: set[Kind] = set()
 
     def measure(self, point: Point) -> list[Row]:
         """A row for every contestant of the point, in their order."""
@@ -205,7 +222,7 @@ class Harness:
         Tuned on the small case of the check, it would go on with picks that suit no real one.
         """
         adaptor = CONTESTANTS[name]
-        key = name, adaptor.kind(case)
+        key = kind_of(name, case)
         if not adaptor.tunes or key in self.tuned:
             return None
         self.tuned.add(key)

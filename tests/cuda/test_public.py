@@ -165,6 +165,7 @@ def test_cuda_graph_replays_forward_and_backward(operator: str, packed: bool) ->
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiles_as_one_graph(operator: str) -> None:
     torch._dynamo.reset()

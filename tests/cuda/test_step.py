@@ -79,8 +79,11 @@ def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "state"),
+    [*((shape, True) for shape in SHAPES), (SHAPES[1], False), (SHAPES[5], False)],
+    ids=str,
+)
 def test_parity(device, fenced, operator, shape, state):
     x = draw(operator, shape, device, state=state, place=fenced)
     o, ht = run(x)
@@ -90,8 +93,9 @@ def test_parity(device, fenced, operator, shape, state):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("dtype", "offsets_dtype"), [*((dtype, torch.int64) for dtype in DTYPES), (torch.float32, torch.int32)]
+)
 def test_dtypes(device, operator, dtype, offsets_dtype):
     x = draw(operator, (1, 7, 2, 4, 24, 40, [0, 3, 6]), device, dtype, offsets_dtype=offsets_dtype)
     o, ht = run(x)
@@ -152,6 +156,7 @@ def test_strided_inputs_are_read_and_kept(device, operator):
 
 
 @pytest.mark.cuda
+@pytest.mark.slow
 def test_state_past_32_bit_offsets(device):
     """2^31 state elements and more than 65 535 programs: the last sequence is what it is alone."""
     if torch.cuda.get_device_properties(device).total_memory < 40 * 2**30:
