@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, plan
+from rewy.problem import OPERATORS
+
+if GLUON:
+    from rewy.backends.cuda import hopper
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_offline.py"
 
@@ -39,7 +47,7 @@ def test_compiles_without_a_gpu():
 
 
 def test_refuses_what_it_cannot_do():
-    assert "'no_such_kernel'" in run("--arch", "90", "--only", "no_such_kernel").stderr
+    assert "['no_such_kernel']" in run("--arch", "90", "--only", "no_such_kernel").stderr
     refused = run("--only", "recurrent_step", interpret="1")
     assert refused.returncode == 2 and "TRITON_INTERPRET=1" in refused.stderr
 
@@ -52,9 +60,34 @@ def test_faults(script):
     assert "tensor memory" in replace(fine, arch=100, tensor_memory=544).faults[0]
     assert replace(fine, stack=8).faults == ["spills 8 bytes"]
     assert replace(fine, stack=8, source="kda float32 64x64").faults == []
+    assert replace(fine, stack=80, kernel="state_forward").faults == []
+    assert replace(fine, stack=88, kernel="state_forward").faults == ["spills 88 bytes"]
     assert replace(fine, error="CompilationError: no").faults == ["CompilationError: no"]
 
 
 def test_every_operator_is_examined(script):
     sources = {source.split()[0] for source, _ in script.shipped(90).values()}
     assert sources == {*script.OPERATORS, "prologues"}
+
+
+@pytest.mark.skipif(not GLUON, reason="this Triton has no Gluon")
+def test_the_sequential_passes_take_the_shared_memory_they_plan_with(script):
+    """Of each pass of every operator, at the depth that ships; gdn2's reverse pass is kda's."""
+    sought = [
+        f"state_{way} {op} bfloat16 128x128 C64 rewy" for op in OPERATORS for way in ("forward", "reverse")
+    ]
+    found = run("--arch", "90", "--only", *sought)
+    assert found.returncode == 0, found.stdout
+    reports = found.stdout.splitlines()[:-1]
+    taken = [re.search(r"(\S+) regs .* (\S+) KiB", line)[2] for line in reports]
+    planned = []
+    for op in OPERATORS:
+        problem, _ = script.Case(op, torch.bfloat16, 128, 128).problem()
+        chosen = plan(problem, Limits(script.SHARED_KIB[90] * 1024, HOPPER))
+        planned.append(hopper.forward_shared(problem, chosen.outputs.stages, output=True, keep=False))
+        planned.append(hopper.forward_shared(problem, chosen.states.stages, output=False, keep=True))
+        if op != "gdn2":
+            planned.append(hopper.reverse_shared(problem, chosen.reverse.stages))
+    assert len(planned) == len(taken)
+    for bytes_planned, kib_taken in zip(planned, taken, strict=True):
+        assert 0 <= bytes_planned / 1024 - float(kib_taken) <= 0.5, reports

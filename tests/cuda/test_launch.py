@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -32,3 +34,32 @@ def test_records_meta_tensors():
     with recording() as launches:
         dx = prologue.l2norm_backward(*torch.empty(2, 3, 4, 1, 64, device="meta"))
     assert dx.is_meta and launches[0].args["D"] == 64
+
+
+def rows(t: torch.Tensor, columns: int):
+    """A stand-in for a tensor descriptor, which older versions of Triton do not have."""
+    return SimpleNamespace(base=t, block_shape=[64, columns])
+
+
+def test_a_signature_tells_compiled_kernels_apart():
+    def signature(x, **options):
+        return Launch(prologue.sigmoid_fwd, (1,), dict(x=x, BT=64), **options).signature
+
+    x = torch.empty(128, 64, device="meta")
+    same = [signature(t) for t in (x, torch.empty_like(x), x[:64])]
+    assert len(set(same)) == 1
+    described = [signature(rows(t, 64)) for t in (x, torch.empty_like(x))]
+    assert len(set(described)) == 1
+    others = {
+        same[0],
+        described[0],
+        signature(rows(x, 32)),
+        signature(x.half()),
+        signature(rows(x.half(), 64)),
+    }
+    assert len(others | {signature(x, maxnreg=64)}) == 6
+
+
+def test_a_descriptors_device_is_its_tensors():
+    assert Launch(prologue.sigmoid_fwd, (1,), dict(scale=1.0, x=rows(torch.empty(1), 1))).device.type == "cpu"
+

@@ -44,11 +44,11 @@ class CudaBackend:
         return True, ""
 
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
+        x, tiles, chunks = _contiguous(x), self._plan(problem, x), chunks_of(problem, x)
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
-        o, ht, kept = state.outputs(problem, x, gated, A, Ti, chunks, tiles.state, keep)
+        o, ht, kept = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
         return o, ht, [A, Ti, *kept] if training else []
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
@@ -59,22 +59,24 @@ class CudaBackend:
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        x, tiles, chunks = _contiguous(x), self._plan(problem), chunks_of(problem, x)
+        x, tiles, chunks = _contiguous(x), self._plan(problem, x), chunks_of(problem, x)
         do = do.contiguous()
         dht = None if dht is None else dht.contiguous()
         A, Ti, *rest = kept
         gated = gates.gated(problem, x, chunks, tiles.gates)
         if problem.algebra is Algebra.CONVENTIONAL:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
-        s, u = rest or state.states(problem, x, gated, Ti, chunks, tiles.state)
+        s, u = rest or state.states(problem, x, gated, Ti, chunks, tiles.states)
         ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
-        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles.gradients)
+        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         return step(problem, _contiguous(x))
 
-    def _plan(self, problem: Problem) -> Plan:
-        return self.planner(problem, limits_of(problem.device))
+    def _plan(self, problem: Problem, x: Operands) -> Plan:
+        chosen = self.planner(problem, limits_of(problem.device))
+        # A write gate may have a dtype of its own, which `hopper` takes no tiles of.
+        return chosen if x.write is None or x.write.dtype is problem.dtype else chosen.portable()
 
 
 def _contiguous(x: Operands) -> Operands:

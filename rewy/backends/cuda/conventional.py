@@ -34,7 +34,7 @@ def wy_factors(
     v,
     b,
     w,
-    G,
+    f,
     Ti,
     W,
     u,
@@ -64,7 +64,7 @@ def wy_factors(
     dtype = v.dtype.element_ty
     b_T = tl.load(Ti + i_ch * BT * BT + (o_t[:, None] * BT + o_t[None, :]))
     if not BY_CHANNEL:
-        f_x = tl.load(G + (i_ch * 4 + 1) * BT + o_t)[:, None]
+        f_x = tl.load(f + (i_ch * 4 + 1) * BT + o_t)[:, None]
 
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
@@ -87,7 +87,8 @@ def wy_factors(
 def wy_forward(
     # inputs and outputs
     kt,
-    G,
+    f,
+    e,
     W,
     h0,
     s,
@@ -135,13 +136,13 @@ def wy_forward(
     # What no product takes from shared memory is loaded one chunk ahead.
     i_cn = i_c0.to(tl.int64) * HV + i_hv
     b_un = tl.load(u + i_cn * BT * V + o_u, mask=m_v, other=0.0)
-    _, f_kn, _, b_Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+    _, f_kn, _, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
     for i in range(0, NT):
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
-        b_u, f_k, b_Gl = b_un.to(tl.float32), f_kn, b_Gln
+        b_u, f_k, b_e = b_un.to(tl.float32), f_kn, b_en
         i_cn = (i_c0 + tl.minimum(i + 1, NT - 1)).to(tl.int64) * HV + i_hv
         b_un = tl.load(u + i_cn * BT * V + o_u, mask=m_v, other=0.0)
-        _, f_kn, _, b_Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+        _, f_kn, _, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
         b_W = tl.load(W + i_ch * BT * K + o_w, mask=m_k, other=0.0)
         b_kt = key_tile(kt, i_ch, bos + i * BT, o_t, o_k, o_t < length - i * BT, i_h, H, K, BY_CHANNEL, BT)
@@ -149,7 +150,7 @@ def wy_forward(
         b_u -= tl.dot(b_W, b_sd, input_precision=PRECISION)
         tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
         tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
-        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), tl.exp(b_Gl) * b_s, input_precision=PRECISION)
+        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), b_e * b_s, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -158,7 +159,8 @@ def wy_reverse(
     kt,
     qt,
     do,
-    G,
+    f,
+    e,
     A,
     W,
     dht,
@@ -210,15 +212,15 @@ def wy_reverse(
             tl.store(dh0 + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
         return
     i_cn = (i_c0 + NT - 1).to(tl.int64) * HV + i_hv
-    _, f_kn, f_qn, b_Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+    _, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
     for j in range(0, NT):
         i = NT - 1 - j
         i_t = bos + i * BT
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
         m_t = o_t < length - i * BT
-        f_k, f_q, b_Gl = f_kn, f_qn, b_Gln
+        f_k, f_q, b_e = f_kn, f_qn, b_en
         i_cn = (i_c0 + tl.maximum(i - 1, 0)).to(tl.int64) * HV + i_hv
-        _, f_kn, f_qn, b_Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+        _, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
         b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
@@ -230,7 +232,7 @@ def wy_reverse(
         b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         tl.store(du + i_ch * BT * V + o_u, b_du.to(dtype), mask=m_v)
-        b_ds *= tl.exp(b_Gl)
+        b_ds *= b_e
         b_ds = tl.dot(tl.trans(b_q), (f_q * b_do).to(dtype), b_ds, input_precision=PRECISION)
         b_ds = tl.dot(tl.trans(b_W), (-b_du).to(dtype), b_ds, input_precision=PRECISION)
     if dh0 is not None:
@@ -244,7 +246,7 @@ def wy_adjoint(
     v,
     b,
     w,
-    G,
+    f,
     Ti,
     do,
     u,
@@ -305,7 +307,7 @@ def wy_adjoint(
         b_dX = tl.dot(b_Tt, b_dWd, input_precision=PRECISION)
         tl.store(dX + o_t[:, None] * K + o_k[None, :], b_dX.to(dtype), mask=m_k[None, :])
     if not BY_CHANNEL:
-        b_dT *= tl.load(G + (i_ch * 4 + 1) * BT + o_t)[None, :]
+        b_dT *= tl.load(f + (i_ch * 4 + 1) * BT + o_t)[None, :]
 
     b_dw = tl.zeros([BT], dtype=tl.float32)
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
@@ -466,7 +468,7 @@ def wy_gradients(
         dA += i_ch * BT * BT
         G += i_ch * BT * K
     else:
-        G += i_ch * 4 * BT
+        G += i_ch * BT
     if CHANNEL_ERASE:
         b, db = b + i_g * K, db + i_g * K
     else:
@@ -644,7 +646,8 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients of every operand from what the forward kept, all tensors contiguous."""
     B, T, H, HV, K, V = problem.B, problem.T, problem.H, problem.HV, problem.K, problem.V
-    G, v, b, w, h0 = gated.G, x.v, x.erase, x.write, x.initial_state
+    G, f, e = gated.G, gated.f, gated.e
+    v, b, w, h0 = x.v, x.erase, x.write, x.initial_state
     C, scale = chunks.size, problem.scale
     around_T, of_chunk = chunk_tiles(problem)
     channel = by_channel(problem)
@@ -663,14 +666,14 @@ def backward(
         return do.new_empty(chunks.count, HV, *shape, dtype=dtype)
 
     W, u, s = empty(C, K), empty(C, V), empty(K, V)
-    per_chunk(wy_factors, around_T, x=gated.x, v=v, b=b, w=w, G=G, Ti=Ti, W=W, u=u)
-    per_sequence(wy_forward, tiles.state, kt=gated.kt, G=G, W=W, h0=h0, s=s, u=u)
+    per_chunk(wy_factors, around_T, x=gated.x, v=v, b=b, w=w, f=f, Ti=Ti, W=W, u=u)
+    per_sequence(wy_forward, tiles.sequential, kt=gated.kt, f=f, e=e, W=W, h0=h0, s=s, u=u)
 
     du, ds = empty(C, V), empty(K, V)
     dh0 = None if h0 is None else torch.empty_like(h0)
     per_sequence(
-        wy_reverse, tiles.reverse,
-        kt=gated.kt, qt=gated.qt, do=do, G=G, A=A, W=W, dht=dht, ds=ds, du=du, dh0=dh0,
+        wy_reverse, tiles.sequential,
+        kt=gated.kt, qt=gated.qt, do=do, f=f, e=e, A=A, W=W, dht=dht, ds=ds, du=du, dh0=dh0,
     )  # fmt: skip
 
     # No chunk holds rows past the last offset.
@@ -681,7 +684,7 @@ def backward(
     dw = torch.empty_like(b, dtype=torch.float32) if w is None else fresh(w)  # tied: its share of db
     per_chunk(
         wy_adjoint, around_T,
-        x=gated.x, v=v, b=b, w=w, G=G, Ti=Ti, do=do, u=u, s=s, du=du,
+        x=gated.x, v=v, b=b, w=w, f=f, Ti=Ti, do=do, u=u, s=s, du=du,
         dA=dA, dL=dL, dX=dX, dv=dv, dw=dw, scale=scale,
     )  # fmt: skip
 

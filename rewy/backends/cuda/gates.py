@@ -3,7 +3,7 @@
     G = cumsum of g in the chunk      X = b k e^G      K~ = k e^(Gl - G)      Q~ = scale q e^G
 
 Gates with one number per token scale whole rows: the passes then read q and k themselves and four numbers
-a row. A gate per channel has its products written out.
+a row. A gate per channel has its products written out. The passes read no G, and e^Gl as written here.
 
 A chunk's buffers have all C rows: past the end of a sequence g counts as 0 and q, k as zero, so the last
 row always holds Gl and no row needs a mask later.
@@ -23,6 +23,18 @@ from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    """e^x as `tl.exp` computes it on a GPU, without the instructions that keep results under 1e-38 from being 0."""
+    return tl.exp2(x * LOG2_E)
+
+
+# How many times one number is stored for the copy engine, which brings 128 bytes at least.
+LANES = tl.constexpr(32)
+
 # e^-110 is 0 in fp32. Flooring the gate there changes no result, and a token that forgets everything
 # leaves the digits of its neighbours' cumulative sums alone.
 FLOOR = tl.constexpr(-110.0)
@@ -39,7 +51,9 @@ def row_gates(
     # inputs and outputs
     g,
     b,
+    G,
     f,
+    e,
     table,
     # sizes
     scale,
@@ -67,12 +81,17 @@ def row_gates(
     b_G = tl.cumsum(b_g, 0)
     b_Gl = last_row(b_G, BT)
 
-    p_f = f + (i_c.to(tl.int64) * HV + o_h)[None, :] * 4 * BT + o_t[:, None]
+    i_ch = (i_c.to(tl.int64) * HV + o_h)[None, :]
+    p_f = f + i_ch * 4 * BT + o_t[:, None]
     m_f = (o_h < HV)[None, :]
-    tl.store(p_f, b_G, mask=m_f)
-    tl.store(p_f + BT, b_b * tl.exp(b_G), mask=m_f)
-    tl.store(p_f + 2 * BT, tl.exp(b_Gl[None, :] - b_G), mask=m_f)
-    tl.store(p_f + 3 * BT, scale * tl.exp(b_G), mask=m_f)
+    tl.store(G + i_ch * BT + o_t[:, None], b_G, mask=m_f)
+    tl.store(p_f, b_b, mask=m_f)
+    tl.store(p_f + BT, b_b * exp(b_G), mask=m_f)
+    tl.store(p_f + 2 * BT, exp(b_Gl[None, :] - b_G), mask=m_f)
+    tl.store(p_f + 3 * BT, scale * exp(b_G), mask=m_f)
+    if e is not None:
+        o_e = tl.arange(0, LANES)[:, None]
+        tl.store(e + i_ch * LANES + o_e, exp(b_Gl)[None, :], mask=m_f)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -83,6 +102,8 @@ def channel_gates(
     g,
     b,
     G,
+    f,
+    e,
     x,
     kt,
     qt,
@@ -129,24 +150,33 @@ def channel_gates(
     b_g = tl.maximum(b_g, FLOOR)
     b_G = tl.cumsum(b_g, 0)
     b_Gl = last_row(b_G, BT)
-    b_eG = tl.exp(b_G)
+    b_eG = exp(b_G)
 
     o_ck = i_ch.to(tl.int64) * BT * K + o_t[:, None] * K + o_k[None, :]
     m_ck = (o_k < K)[None, :]
     tl.store(G + o_ck, b_G, mask=m_ck)
+    if e is not None:
+        tl.store(e + i_ch.to(tl.int64) * K + o_k, exp(b_Gl), mask=o_k < K)
+    if f is not None:
+        tl.store(f + i_ch.to(tl.int64) * BT + o_t, tl.sum(b_b, 1), mask=i_k == 0)
     tl.store(x + o_ck, (b_b * b_k * b_eG).to(x.dtype.element_ty), mask=m_ck)
-    tl.store(kt + o_ck, (b_k * tl.exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
+    tl.store(kt + o_ck, (b_k * exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
     tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)
 
 
 class Gated(NamedTuple):
-    """What the later stages read of q, k and their gates.
+    """What the later stages read of q, k and their gates; G, f and e in fp32.
 
-    Rows: G holds (G, b e^G, e^(Gl - G), scale e^G) as [NC,HV,4,C], and x, kt are k itself, qt is q.
-    Channels: G [NC,HV,C,K] in fp32, and x, kt, qt [NC,HV,C,K] in q's dtype.
+    Rows: G [NC,HV,C], f [NC,HV,4,C] of (b, b e^G, e^(Gl - G), scale e^G), e [NC,HV,32] of e^Gl, and x, kt are
+    k itself, qt is q.
+    Channels: G [NC,HV,C,K], f [NC,HV,C] of b where that is also the write gate, else None, e [NC,HV,K] of e^Gl,
+    and x, kt, qt [NC,HV,C,K] in q's dtype.
+    Without decay e is None.
     """
 
     G: Tensor
+    f: Tensor | None
+    e: Tensor | None
     x: Tensor
     kt: Tensor
     qt: Tensor
@@ -158,24 +188,31 @@ def by_channel(problem: Problem) -> bool:
 
 
 def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
-    C, NC, HV, K = chunks.size, chunks.count, problem.HV, problem.K
-    args = dict(g=x.g, b=x.erase, table=chunks.table, scale=problem.scale, T=problem.T, HV=HV, BT=C)
-    if not by_channel(problem):
-        BH = min(16, triton.next_power_of_2(HV))
-        f = torch.empty(NC, HV, 4, C, dtype=torch.float32, device=x.q.device)
-        Launch(row_gates, grid=(NC * triton.cdiv(HV, BH),), args=args | dict(f=f, BH=BH)).run()
-        return Gated(f, x.k, x.k, x.q)
-    G = torch.empty(NC, HV, C, K, dtype=torch.float32, device=x.q.device)
-    out = Gated(G, *(torch.empty_like(G, dtype=problem.dtype) for _ in range(3)))
+    p, C, channel = problem, chunks.size, by_channel(problem)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(chunks.count, p.HV, *shape, dtype=torch.float32, device=x.q.device)
+
+    e = None if p.operator.decay is Gate.NONE else numbers(p.K if channel else LANES.value)
+    args = dict(g=x.g, b=x.erase, e=e, table=chunks.table, scale=p.scale, T=p.T, HV=p.HV, BT=C)
+    if not channel:
+        BH = min(16, triton.next_power_of_2(p.HV))
+        out = Gated(numbers(C), numbers(4, C), e, x.k, x.k, x.q)
+        grid = (chunks.count * triton.cdiv(p.HV, BH),)
+        Launch(row_gates, grid, args | dict(G=out.G, f=out.f, BH=BH)).run()
+        return out
+    G = numbers(C, p.K)
+    f = numbers(C) if x.write is None else None
+    out = Gated(G, f, e, *(torch.empty_like(G, dtype=p.dtype) for _ in range(3)))
     Launch(
         channel_gates,
-        grid=(NC * HV * triton.cdiv(K, tiles.BK),),
+        grid=(chunks.count * p.HV * triton.cdiv(p.K, tiles.BK),),
         args=args
         | out._asdict()
-        | dict(q=x.q, k=x.k, H=problem.H, K=K, BK=tiles.BK)
+        | dict(q=x.q, k=x.k, H=p.H, K=p.K, BK=tiles.BK)
         | dict(
-            CHANNEL_DECAY=problem.operator.decay is Gate.CHANNEL,
-            CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,
+            CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
+            CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
         ),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

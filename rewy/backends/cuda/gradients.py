@@ -4,8 +4,12 @@
     dq = e^G scale do S^T + dA k~                                   E = e^G dX + dL k~
     dk = b E + dA^T q~ + dL^T (b k)~ + e^(Gl-G) U dS+^T            db = k E            dw = v dR
 
-where ~ carries the decay between two rows of the chunk. The gate of row t decays what passes from rows
-before t to rows from t on, so its gradient sums exactly those terms:
+where ~ carries the decay between two rows of the chunk. Two kernels: `score_gradients` forms dA and dL of a
+chunk once, with what else lies on the value side; `key_gradients` takes them for each tile of key channels.
+dA and dL are stored in the dtype they are multiplied in, so nothing is rounded that would not be.
+
+The gate of row t decays what passes from rows before t to rows from t on, so its gradient sums exactly those
+terms:
 
     dg_t = sum_(i >= t) (in rows i, minus within the chunk out of rows i)
          + sum_(i < t) (out of rows i to the next state) + e^Gl S . dS+
@@ -16,8 +20,12 @@ Three things keep dg as good as the rest:
 - what goes to the next state is summed over i < t, never as a total minus the rest;
 - the diagonal of A, whose decay is 1, stays out of it.
 
-Transposed scores are products of their own (U do^T, U dR^T) instead of transposed accumulators: every left
-operand then comes straight from registers, and it avoids a form that Triton 3.4 to 3.7.0 miscompile on Hopper.
+With a decay per channel, every factor e^G of a row is split at the chunk's middle row c: e^(G - c) belongs to
+the row, e^c to the state. One accumulator then takes both what passes through the state and what passes between
+rows, and is scaled once.
+
+`key_gradients` forms what crosses the chunk's start and what stays inside it, stores it, and only then loads its
+tiles again for what crosses the end: all at once would not fit into registers.
 """
 
 from __future__ import annotations
@@ -28,83 +36,30 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
-from rewy.backends.cuda.gates import by_channel
+from rewy.backends.cuda.gates import LOG2_E, by_channel, exp
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import centred, exponent_limit, is_far, precision, reaches
-from rewy.backends.cuda.plan import Tiles
+from rewy.backends.cuda.plan import Plan
 from rewy.problem import Gate, Gradients, Operands, Problem
 
 
 @triton.jit
-def dot_selected(m_a, b_b, b_c):
-    """Sums of fp32 rows selected by a 0/1 matrix, plus c: exact but for the sum itself, in any dtype of m."""
-    if m_a.dtype == tl.float32:
-        b_c += tl.dot(m_a, b_b, input_precision="ieee")
+def add_selected(b_c, m_x, b_x, dtype: tl.constexpr):
+    """c_i + sum of the fp32 rows x_j with m_ij: exact but for the sum itself, in any dtype of the product."""
+    if dtype == tl.float32:
+        b_c = tl.dot(tl.where(m_x, 1.0, 0.0), b_x, b_c, input_precision="ieee")
     else:
-        b_h = b_b.to(m_a.dtype)
-        b_c += tl.dot(m_a, b_h, tl.dot(m_a, (b_b - b_h).to(m_a.dtype)))
+        # zeros that come from an accumulator, to have the selection made in its layout and not in shared memory
+        b_m = (tl.where(m_x, 1.0, 0.0) + 0.0 * tl.sum(b_x, 1)[:, None]).to(dtype)
+        b_h = b_x.to(dtype)
+        b_c = tl.dot(b_m, (b_x - b_h).to(dtype), b_c)
+        b_c = tl.dot(b_m, b_h, b_c)
     return b_c
 
 
-@triton.jit
-def over_values(p_a, m_a, p_b, m_b, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
-    """sum over v of a_iv b_jv, from pointers to rows of V contiguous channels."""
-    b_c = tl.zeros([p_a.shape[0], p_b.shape[0]], dtype=tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        b_a = tl.load(p_a[:, None] + o_v[None, :], mask=m_a[:, None] & m_v, other=0.0)
-        b_b = tl.load(p_b[:, None] + o_v[None, :], mask=m_b[:, None] & m_v, other=0.0)
-        b_c = tl.dot(b_a, tl.trans(b_b), b_c, input_precision=PRECISION)
-    return b_c
-
-
-@triton.jit
-def over_channels(b_x, CHANNEL: tl.constexpr):
-    """A gradient's terms [BT,BK] as its gate has them: apart for each channel, or their sums [BT,1]."""
-    if not CHANNEL:
-        b_x = tl.sum(b_x, 1)[:, None]
-    return b_x
-
-
-@triton.jit
-def between_rows(
-    b_M, b_x, b_y, b_to, b_from, p_G, m_k, FROM_ABOVE: tl.constexpr,
-    CHANNEL_DECAY: tl.constexpr, FAR: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """sum_j M_ij x_j e^(+-(G_i - G_j)) and its product with y, for a strictly triangular M.
-
-    FROM_ABOVE: rows i > j receive, with e^(G_i - G_j); else i < j, with e^(G_j - G_i). `b_to`, `b_from` are
-    these decays' halves to i and from j. The product with y is a term of the gate's gradient and is formed
-    from the operands that were multiplied, as rounded.
-    """
-    BT: tl.constexpr = b_M.shape[0]
-    dtype = b_M.dtype
-    if not FAR:
-        b_z = tl.dot(b_M, (b_x * b_from).to(dtype), input_precision=PRECISION)
-        b_yz = (b_y * b_to).to(dtype) * b_z
-        b_z *= b_to
-    else:
-        o_t = tl.arange(0, BT)
-        b_G = tl.load(p_G[None, :] + o_t[:, None] * K, mask=m_k[None, :], other=0.0)
-        b_z = tl.zeros([BT, b_x.shape[1]], dtype=tl.float32)
-        b_yz = tl.zeros([BT, b_x.shape[1]], dtype=tl.float32)
-        i_s = BT
-        while i_s > 0:
-            b_p, b_n, m_block, i_s = centred(p_G, b_G, m_k, i_s, LIMIT, K, BT)
-            if not FROM_ABOVE:
-                b_p, b_n = b_n, b_p
-            b_r = tl.dot(tl.where(m_block, b_M, 0.0), (b_x * b_n).to(dtype), input_precision=PRECISION)
-            b_yz += (b_y * b_p).to(dtype) * b_r
-            b_z += b_p * b_r
-    return b_z, over_channels(b_yz, CHANNEL_DECAY)
-
-
-@triton.jit(do_not_specialize=["T", "TOKENS"])
-def chunk_gradients(
+@triton.jit(do_not_specialize=["T"])
+def score_gradients(
     # inputs and outputs
-    q,
-    k,
     v,
     b,
     w,
@@ -112,14 +67,104 @@ def chunk_gradients(
     do,
     u,
     dr,
+    dv,
+    dw,
+    db,
+    dA,
+    dL,
+    diagonal,
+    table,
+    # sizes
+    scale,
+    T,
+    HV,
+    V: tl.constexpr,
+    # meta
+    BY_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+):
+    i_ch = tl.program_id(0)
+    i_c, i_hv = i_ch // HV, i_ch % HV
+    start, rows = chunk_rows(table, i_c, T, BT)
+    if rows == 0:
+        return
+    # from the chunk's first row, in 32 bits
+    i_ch = i_ch.to(tl.int64)
+    i_g = start * HV + i_hv
+    v, do, dv = v + i_g * V, do + i_g * V, dv + i_g * V
+    u, dr = u + i_ch * BT * V, dr + i_ch * BT * V
+    dA, dL, diagonal = dA + i_ch * BT * BT, dL + i_ch * BT * BT, diagonal + i_ch * BT
+    o_t = tl.arange(0, BT)
+    m_t = o_t < rows
+    if w is None:
+        db += i_g
+        b_w = tl.load(b + i_g + o_t * HV, mask=m_t, other=0.0)[:, None]
+    else:
+        w, dw = w + i_g * V, dw + i_g * V
+
+    # scores, and all that the write gate needs: [BT,BT], [BT,BV]
+    b_A = tl.zeros([BT, BT], dtype=tl.float32)
+    b_L = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dw = tl.zeros([BT], dtype=tl.float32)
+    for i_v in tl.static_range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = (o_v < V)[None, :]
+        m_tv = m_t[:, None] & m_v
+        o_hv = o_t[:, None] * (HV * V) + o_v[None, :]
+        o_cv = o_t[:, None] * V + o_v[None, :]
+        b_do = tl.load(do + o_hv, mask=m_tv, other=0.0)
+        b_u = tl.load(u + o_cv, mask=m_v, other=0.0)
+        b_dr = tl.load(dr + o_cv, mask=m_v, other=0.0)
+        b_v = tl.load(v + o_hv, mask=m_tv, other=0.0)
+        b_A = tl.dot(b_do, tl.trans(b_u), b_A, input_precision=PRECISION)
+        b_L = tl.dot(b_dr, tl.trans(b_u), b_L, input_precision=PRECISION)
+        b_drf = b_dr.to(tl.float32)
+        if w is None:
+            b_dw += tl.sum(b_v * b_drf, 1)
+        else:
+            b_w = tl.load(w + o_hv, mask=m_tv, other=0.0)
+            tl.store(dw + o_hv, (b_v * b_drf).to(dw.dtype.element_ty), mask=m_tv)
+        tl.store(dv + o_hv, (b_w * b_drf).to(dv.dtype.element_ty), mask=m_tv)
+    if w is None:
+        tl.store(db + o_t * HV, b_dw, mask=m_t)
+
+    b_A *= scale
+    m_low = o_t[:, None] > o_t[None, :]
+    tl.store(diagonal + o_t, tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_A, 0.0), 1))
+    if BY_CHANNEL:
+        b_A = tl.where(m_low, b_A, 0.0)
+        b_L = tl.where(m_low, -b_L, 0.0)
+    else:
+        p_G = G + i_ch * BT + o_t
+        b_D = exp(tl.where(m_low, tl.load(p_G)[:, None] - tl.load(p_G)[None, :], -float("inf")))
+        b_A *= b_D
+        b_L *= -b_D
+    o_c = o_t[:, None] * BT + o_t[None, :]
+    tl.store(dA + o_c, b_A.to(dA.dtype.element_ty))
+    tl.store(dL + o_c, b_L.to(dL.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "TOKENS"])
+def key_gradients(
+    # inputs and outputs
+    q,
+    k,
+    b,
+    G,
+    do,
+    u,
+    dr,
     s,
     ds,
+    dA,
+    dL,
+    diagonal,
     dq,
     dk,
-    dv,
     dg,
     db,
-    dw,
     table,
     # sizes
     scale,
@@ -141,6 +186,7 @@ def chunk_gradients(
     BV: tl.constexpr,
 ):
     NK: tl.constexpr = (K + BK - 1) // BK
+    CENTRED: tl.constexpr = BY_CHANNEL and not FAR
     i_k = tl.program_id(0) % NK
     i_ch = tl.program_id(0) // NK
     i_c, i_hv = i_ch // HV, i_ch % HV
@@ -148,138 +194,167 @@ def chunk_gradients(
     start, rows = chunk_rows(table, i_c, T, BT)
     if rows == 0:
         return
-    i_ch = i_ch.to(tl.int64)
     o_t = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
-    m_t, m_c, m_k = o_t < rows, o_t < BT, o_k < K
+    m_t = o_t < rows
+    m_k = o_k < K
     m_tk = m_t[:, None] & m_k[None, :]
-    p_G = G + i_ch * BT * K + o_k
-    if BY_CHANNEL:  # noqa: SIM102  (decided when compiling, the other one when running)
+    i_ch = i_ch.to(tl.int64)
+    if BY_CHANNEL:
+        G += i_ch * BT * K
+        p_G = G + o_k
         if is_far(p_G, m_k, LIMIT, K, BT) != FAR:
             return
-    o_h = (start + o_t) * HV + i_hv
-    o_qk = ((start + o_t) * H + i_h)[:, None] * K + o_k[None, :]
-    o_hk = o_h[:, None] * K + o_k[None, :]
-    p_do = do + o_h * V
-    p_u, p_dr = u + (i_ch * BT + o_t) * V, dr + (i_ch * BT + o_t) * V
-    p_s, p_ds = s + (i_ch * K + o_k) * V, ds + (i_ch * K + o_k) * V
+    else:
+        G += i_ch * BT
+    # from the chunk's first row, in 32 bits
+    i_qk, i_g = start * H + i_h, start * HV + i_hv
+    q, k = q + i_qk * K, k + i_qk * K
+    do, dq, dk = do + i_g * V, dq + i_g * K, dk + i_g * K
+    u, dr, s, ds = u + i_ch * BT * V, dr + i_ch * BT * V, s + i_ch * K * V, ds + i_ch * K * V
+    dA, dL, diagonal = dA + i_ch * BT * BT, dL + i_ch * BT * BT, diagonal + i_ch * BT
+    o_qk = o_t[:, None] * (H * K) + o_k[None, :]
+    o_hk = o_t[:, None] * (HV * K) + o_k[None, :]
+    o_c = o_t[:, None] * BT + o_t[None, :]
+    if CHANNEL_ERASE:
+        b, db = b + i_g * K, db + i_g * K
+    else:
+        b, db = b + i_g, db + i_g + i_k.to(tl.int64) * TOKENS * HV
+    if CHANNEL_DECAY:
+        dg += i_g * K
+    elif dg is not None:
+        dg += i_g + i_k.to(tl.int64) * TOKENS * HV
     dtype = q.dtype.element_ty
+
+    # What comes into rows through the state before the chunk, [BT,BK]: to q, and to b k.
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_E = tl.zeros([BT, BK], dtype=tl.float32)
+    b_ss = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = o_v < V
+        m_s = m_k[:, None] & m_v[None, :]
+        o_cv = o_t[:, None] * V + o_v[None, :]
+        o_s = o_k[:, None] * V + o_v[None, :]
+        b_do = tl.load(
+            do + o_t[:, None] * (HV * V) + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0.0
+        )
+        b_dr = tl.load(dr + o_cv, mask=m_v[None, :], other=0.0)
+        b_s = tl.load(s + o_s, mask=m_s, other=0.0)
+        b_dq = tl.dot(b_do, tl.trans(b_s), b_dq, input_precision=PRECISION)
+        b_E = tl.dot(b_dr, tl.trans(b_s), b_E, input_precision=PRECISION)
+        if dg is not None:
+            b_ds = tl.load(ds + o_s, mask=m_s, other=0.0)
+            b_ss += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
 
     b_q = tl.load(q + o_qk, mask=m_tk, other=0.0)
     b_k = tl.load(k + o_qk, mask=m_tk, other=0.0)
     if CHANNEL_ERASE:
         b_b = tl.load(b + o_hk, mask=m_tk, other=0.0).to(tl.float32)
     else:
-        b_b = tl.load(b + o_h, mask=m_t, other=0.0).to(tl.float32)[:, None]
-    b_bk = b_b * b_k
-
-    # decays of rows, [BT,1] or [BT,BK], and between rows of the chunk where one number serves all channels
-    m_low = o_t[:, None] > o_t[None, :]
-    m_up = o_t[:, None] < o_t[None, :]
-    b_p, b_n, b_D = 1.0, 1.0, 1.0
-    if BY_CHANNEL:
+        b_b = tl.load(b + o_t * HV, mask=m_t, other=0.0)[:, None].to(tl.float32)
+    if CENTRED:
+        b_f = exp(tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0))[None, :]
+    elif FAR:
         b_G = tl.load(p_G[None, :] + o_t[:, None] * K, mask=m_k[None, :], other=0.0)
-        b_Gl = tl.load(p_G + (BT - 1) * K, mask=m_k, other=0.0)
-        if FAR:
-            b_eG, b_eGl = tl.exp(b_G), tl.exp(b_Gl[None, :] - b_G)
-        else:
-            # all decays from two, so that G itself need not stay
-            b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)
-            b_p, b_n = tl.exp(b_G - b_c[None, :]), tl.exp(b_c[None, :] - b_G)
-            b_eG, b_eGl = b_p * tl.exp(b_c)[None, :], b_n * tl.exp(b_Gl - b_c)[None, :]
+        b_f = exp(b_G)
     else:
-        p_f = G + i_ch * 4 * BT
-        b_G = tl.load(p_f + o_t)[:, None]
-        b_Gr = tl.load(p_f + o_t)[None, :]
-        b_Gl = tl.load(p_f + BT - 1)
-        b_eG, b_eGl = tl.exp(b_G), tl.exp(b_Gl - b_G)
-        b_D = tl.exp(tl.where(m_low, b_G - b_Gr, 0.0))
+        b_f = exp(tl.load(G + o_t))[:, None]
+    b_dq *= scale * b_f
+    b_E *= -b_f
 
-    # What comes into a row. The diagonal of A stays apart; each tile is reduced as soon as it is used.
-    b_A = scale * over_values(p_do, m_t, p_u, m_c, V, BV, PRECISION)
-    b_a = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_A, 0.0), 1)[:, None]
-    b_A = tl.where(m_low, b_A * b_D, 0.0).to(dtype)
-    b_L = tl.where(m_low, -b_D * over_values(p_dr, m_c, p_u, m_c, V, BV, PRECISION), 0.0).to(dtype)
-    b_dq, b_dgi = between_rows(
-        b_A, b_k, b_q, b_p, b_n, p_G, m_k, True, CHANNEL_DECAY, FAR, LIMIT, PRECISION, K
-    )
-    b_z = over_values(p_do, m_t, p_s, m_k, V, BV, PRECISION) * (scale * b_eG)
-    b_dgi += over_channels(b_q * b_z, CHANNEL_DECAY)
-    b_dq = (b_dq + b_z + b_a * b_k).to(dq.dtype.element_ty)
-    b_E, b_y = between_rows(b_L, b_k, b_bk, b_p, b_n, p_G, m_k, True, CHANNEL_DECAY, FAR, LIMIT, PRECISION, K)
-    b_z = -b_eG * over_values(p_dr, m_c, p_s, m_k, V, BV, PRECISION)
-    b_dgi += b_y + over_channels(b_bk * b_z, CHANNEL_DECAY)
-    b_E += b_z
-    b_db = over_channels(b_k * b_E, CHANNEL_ERASE).to(db.dtype.element_ty)
-
-    # what goes out of a row
-    if not BY_CHANNEL:
-        b_D = tl.exp(tl.where(m_up, b_Gr - b_G, 0.0))
-    b_dk = b_a * b_q + b_b * b_E
-    b_A = tl.where(m_up, scale * b_D * over_values(p_u, m_c, p_do, m_t, V, BV, PRECISION), 0.0).to(dtype)
-    b_L = tl.where(m_up, -b_D * over_values(p_u, m_c, p_dr, m_c, V, BV, PRECISION), 0.0).to(dtype)
-    b_z, b_y = between_rows(b_A, b_q, b_k, b_n, b_p, p_G, m_k, False, CHANNEL_DECAY, FAR, LIMIT, PRECISION, K)
-    b_dgi -= b_y
-    b_dk += b_z
-    b_z, b_y = between_rows(
-        b_L, b_bk, b_k, b_n, b_p, p_G, m_k, False, CHANNEL_DECAY, FAR, LIMIT, PRECISION, K
-    )
-    b_dgi -= b_y
-    b_dk += b_z
-    b_z = over_values(p_u, m_c, p_ds, m_k, V, BV, PRECISION) * b_eGl
-    b_dgo = over_channels(b_k * b_z, CHANNEL_DECAY)
-    tl.store(dq + o_hk, b_dq, mask=m_tk)
-    tl.store(dk + o_hk, (b_dk + b_z).to(dk.dtype.element_ty), mask=m_tk)
-
-    # Elementwise parts come last and load their tiles again: held until here, they would crowd the registers.
-    b_dw = tl.zeros([BT], dtype=tl.float32)
-    if i_k == 0:
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            m_v = (o_v < V)[None, :]
-            m_tv = m_t[:, None] & m_v
-            o_hv = o_h[:, None] * V + o_v[None, :]
-            b_dr = tl.load(p_dr[:, None] + o_v[None, :], mask=m_v, other=0.0).to(tl.float32)
-            b_v = tl.load(v + o_hv, mask=m_tv, other=0.0).to(tl.float32)
-            if w is None:
-                tl.store(dv + o_hv, (b_b * b_dr).to(dtype), mask=m_tv)
-                b_dw += tl.sum(b_v * b_dr, 1)
-            else:
-                b_w = tl.load(w + o_hv, mask=m_tv, other=0.0).to(tl.float32)
-                tl.store(dv + o_hv, (b_w * b_dr).to(dtype), mask=m_tv)
-                tl.store(dw + o_hv, (b_v * b_dr).to(dw.dtype.element_ty), mask=m_tv)
-    if CHANNEL_ERASE:
-        tl.store(db + o_hk, b_db, mask=m_tk)
+    # ... and between rows; b_x is what goes out of them.
+    b_A = tl.load(dA + o_c)
+    b_L = tl.load(dL + o_c)
+    if FAR:
+        b_gi = b_q * b_dq + b_b * b_k * b_E
+        b_x = tl.zeros([BT, BK], dtype=tl.float32)
+        b_At = tl.load(dA + (o_t[None, :] * BT + o_t[:, None]))
+        b_Lt = tl.load(dL + (o_t[None, :] * BT + o_t[:, None]))
+        i_s = BT
+        while i_s > 0:
+            b_p, b_n, m_block, i_s = centred(p_G, b_G, m_k, i_s, LIMIT, K, BT)
+            b_qp, b_kp, b_kn = (b_q * b_p).to(dtype), (b_b * b_k * b_p).to(dtype), (b_k * b_n).to(dtype)
+            b_y = tl.dot(tl.where(m_block, b_A, 0.0), b_kn, input_precision=PRECISION)
+            b_gi += b_qp * b_y
+            b_dq += b_p * b_y
+            b_y = tl.dot(tl.where(m_block, b_L, 0.0), b_kn, input_precision=PRECISION)
+            b_gi += b_kp * b_y
+            b_E += b_p * b_y
+            b_y = tl.dot(tl.where(m_block, b_At, 0.0), b_qp, input_precision=PRECISION)
+            b_y = tl.dot(tl.where(m_block, b_Lt, 0.0), b_kp, b_y, input_precision=PRECISION)
+            b_gi -= b_kn * b_y
+            b_x += b_n * b_y
     else:
-        tl.store(db + i_k * TOKENS * HV + o_h, b_dw + tl.sum(b_db, 1), mask=m_t)
-    if dg is not None:
-        b_ss = tl.zeros([BK], dtype=tl.float32)
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            m_s = m_k[:, None] & (o_v < V)[None, :]
-            b_s = tl.load(p_s[:, None] + o_v[None, :], mask=m_s, other=0.0).to(tl.float32)
-            b_ss += tl.sum(b_s * tl.load(p_ds[:, None] + o_v[None, :], mask=m_s, other=0.0).to(tl.float32), 1)
+        b_p, b_n = 1.0, 1.0
+        if CENTRED:
+            # zeros that come from an accumulator: else these tiles are computed in two layouts
+            b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
+            b_G = tl.load(p_G[None, :] + o_t[:, None] * K, mask=m_k[None, :], other=0.0)
+            b_e = (b_G - b_c + 0.0 * b_dq) * LOG2_E
+            b_p, b_n = tl.exp2(b_e), tl.exp2(-b_e)
+        b_qp, b_kp, b_kn = (b_q * b_p).to(dtype), (b_b * b_k * b_p).to(dtype), (b_k * b_n).to(dtype)
+        b_dq = tl.dot(b_A, b_kn, b_dq, input_precision=PRECISION)
+        b_E = tl.dot(b_L, b_kn, b_E, input_precision=PRECISION)
+        b_x = tl.dot(tl.trans(b_A), b_qp, input_precision=PRECISION)
+        b_x = tl.dot(tl.trans(b_L), b_kp, b_x, input_precision=PRECISION)
+        b_gi = b_qp * b_dq + b_kp * b_E - b_kn * b_x
+        b_dq *= b_p
+        b_E *= b_p
+        b_x *= b_n
     if CHANNEL_DECAY:
-        m_from = (o_t[:, None] <= o_t[None, :]).to(dtype)
-        m_before = (o_t[:, None] > o_t[None, :]).to(dtype)
-        b_dg = dot_selected(m_before, b_dgo, dot_selected(m_from, b_dgi, (tl.exp(b_Gl) * b_ss)[None, :]))
+        b_dg = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dg = add_selected(b_dg, o_t[:, None] <= o_t[None, :], b_gi, dtype)
+    elif dg is not None:
+        b_gi = tl.sum(b_gi, 1)[:, None]
+    b_a = tl.load(diagonal + o_t)[:, None]
+    tl.store(dq + o_hk, (b_dq + b_a * b_k).to(dq.dtype.element_ty), mask=m_tk)
+    if CHANNEL_ERASE:
+        tl.store(db + o_hk, (b_k * b_E).to(db.dtype.element_ty), mask=m_tk)
+    else:
+        tl.store(db + o_t * HV, tl.sum(b_k * b_E, 1), mask=m_t)
+    b_x += b_a * b_q + b_b * b_E
+
+    # What goes out of rows to the state after the chunk; the stores above have its tiles loaded again.
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = o_v < V
+        b_u = tl.load(u + o_t[:, None] * V + o_v[None, :], mask=m_v[None, :], other=0.0)
+        b_ds = tl.load(ds + o_k[:, None] * V + o_v[None, :], mask=m_k[:, None] & m_v[None, :], other=0.0)
+        b_dk = tl.dot(b_u, tl.trans(b_ds), b_dk, input_precision=PRECISION)
+    b_k = tl.load(k + o_qk, mask=m_tk, other=0.0)
+    if BY_CHANNEL:
+        b_Gl = tl.load(p_G + (BT - 1) * K, mask=m_k, other=0.0)
+        b_G = tl.load(p_G[None, :] + o_t[:, None] * K, mask=m_k[None, :], other=0.0)
+        b_f = exp(b_Gl[None, :] - b_G)
+    else:
+        b_Gl = tl.load(G + BT - 1)
+        b_f = exp(b_Gl - tl.load(G + o_t))[:, None]
+    b_dk *= b_f
+    b_go = b_k * b_dk
+    tl.store(dk + o_hk, (b_dk + b_x).to(dk.dtype.element_ty), mask=m_tk)
+    if CHANNEL_DECAY:
+        b_dg += (exp(b_Gl) * b_ss)[None, :]
+        b_dg = add_selected(b_dg, o_t[:, None] > o_t[None, :], b_go, dtype)
         tl.store(dg + o_hk, b_dg.to(dg.dtype.element_ty), mask=m_tk)
     elif dg is not None:
-        b_dg = tl.sum(tl.where(o_t[:, None] >= o_t[None, :], b_dgi, b_dgo), 0)
-        tl.store(dg + i_k * TOKENS * HV + o_h, b_dg + tl.sum(tl.exp(b_Gl) * b_ss, 0), mask=m_t)
+        b_go = tl.sum(b_go, 1)[:, None]
+        b_dg = tl.sum(tl.where(o_t[:, None] >= o_t[None, :], b_gi, b_go), 0) + exp(b_Gl) * tl.sum(b_ss, 0)
+        tl.store(dg + o_t * HV, b_dg, mask=m_t)
 
 
 def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
-    dh0: Tensor | None, chunks: Chunks, tiles: Tiles,
+    dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
     """Gradients of every operand.
 
     What several programs add to (q and k of grouped value heads, gates with one number for all channels) is
     summed from their fp32 parts and rounded once.
     """
-    p = problem
-    NK = triton.cdiv(p.K, tiles.BK)
+    p, C = problem, chunks.size
+    NK = triton.cdiv(p.K, tiles.keys.BK)
     fresh = torch.zeros if p.varlen else torch.empty  # no chunk holds the rows past the last offset
 
     def like(t: Tensor) -> Tensor:
@@ -290,34 +365,50 @@ def gradients(
 
     scalar_erase, scalar_decay = p.operator.erase is Gate.SCALAR, p.operator.decay is Gate.SCALAR
     dq, dk = (like(t) if p.group == 1 else parts(p.B, p.T, p.HV, p.K) for t in (x.q, x.k))
-    db = parts(NK, p.B, p.T, p.HV) if scalar_erase else like(x.erase)
+    # one part for each tile of keys, and one for the values
+    db = parts(NK + 1, p.B, p.T, p.HV) if scalar_erase else like(x.erase)
     dg = None if x.g is None else parts(NK, p.B, p.T, p.HV) if scalar_decay else like(x.g)
     dv, dw = like(x.v), None if x.write is None else like(x.write)
+    dA = do.new_empty(chunks.count, p.HV, C, C)
+    dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
+    common = dict(
+        b=x.erase, G=G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
+        scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=by_channel(p), PRECISION=precision(p), BT=C,
+    )  # fmt: skip
+    Launch(
+        score_gradients,
+        grid=(chunks.count * p.HV,),
+        args=common
+        | dict(v=x.v, w=x.write, dv=dv, dw=dw, db=db[NK] if scalar_erase else None, BV=tiles.scores.BV),
+        num_warps=tiles.scores.warps,
+        num_stages=tiles.scores.stages,
+        maxnreg=tiles.scores.registers,
+    ).run()
+    common |= dict(dq=dq, dk=dk, dg=dg, db=db)
     for far in reaches(p):
+        if tiles.keys_on_hopper and not far:
+            from rewy.backends.cuda import hopper_gradients  # needs Gluon
+
+            hopper_gradients.keys(p, x, s, ds, chunks, common)
+            continue
         Launch(
-            chunk_gradients,
+            key_gradients,
             grid=(chunks.count * p.HV * NK,),
-            args=dict(
-                q=x.q, k=x.k, v=x.v, b=x.erase, w=x.write, G=G, do=do, u=u, dr=dr, s=s, ds=ds,
-                dq=dq, dk=dk, dv=dv, dg=dg, db=db, dw=dw, table=chunks.table,
-                scale=p.scale, T=p.T, TOKENS=p.B * p.T, H=p.H, HV=p.HV, K=p.K, V=p.V,
-                BY_CHANNEL=by_channel(p),
+            args=common
+            | dict(
+                q=x.q, k=x.k, s=s, ds=ds, TOKENS=p.B * p.T, H=p.H, K=p.K,
                 CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
                 CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
-                FAR=far,
-                LIMIT=exponent_limit(p),
-                PRECISION=precision(p),
-                BT=chunks.size,
-                BK=tiles.BK,
-                BV=tiles.BV,
+                FAR=far, LIMIT=exponent_limit(p), BK=tiles.keys.BK, BV=tiles.keys.BV,
             ),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            num_warps=tiles.keys.warps,
+            num_stages=tiles.keys.stages,
+            maxnreg=tiles.keys.registers,
         ).run()  # fmt: skip
     if p.group > 1:
         dq, dk = (t.view(p.B, p.T, p.H, p.group, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
     if scalar_erase:
         db = db.sum(0).to(x.erase.dtype)
-    if dg is not None and x.g is not None and scalar_decay:
+    if scalar_decay and dg is not None and x.g is not None:
         dg = dg.sum(0).to(x.g.dtype)
     return Gradients(dq, dk, dv, dg, db, dw, dh0)

@@ -19,7 +19,8 @@ launcher works on meta tensors:
     for launch in launches:
         launch.compile()        # for the active Triton driver's target; nothing is launched
 
-The launch runs on the device of its first tensor, whichever device is current.
+The launch runs on the device of its first tensor, whichever device is current, and on that device's current
+stream.
 """
 
 from __future__ import annotations
@@ -61,12 +62,20 @@ class Launch:
 
     @property
     def device(self) -> torch.device:
-        return next(arg.device for arg in self.args.values() if isinstance(arg, torch.Tensor))
+        # A tensor descriptor has its tensor as its base.
+        tensors = (getattr(arg, "base", arg) for arg in self.args.values())
+        return next(t.device for t in tensors if isinstance(t, torch.Tensor))
 
     @property
     def options(self) -> dict[str, int]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What tells two compiled kernels apart."""
+        args = ((name, _type_of(arg)) for name, arg in self.args.items())
+        return self.name, *sorted(args, key=str), *self.options.items()
 
     def run(self) -> None:
         """Launch on the tensors' device, or only note the launch inside `recording()`."""
@@ -81,6 +90,14 @@ class Launch:
     def compile(self) -> Any:
         """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
         return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
+
+def _type_of(arg: Any) -> Any:
+    """Of a tensor its dtype, of a tensor descriptor that of its tensor and its block; all else is its value."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype
+    base = getattr(arg, "base", None)
+    return arg if base is None else (base.dtype, *arg.block_shape)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
-from rewy.backends.cuda.gates import Gated, by_channel
+from rewy.backends.cuda.gates import Gated, by_channel, exp
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
@@ -47,8 +47,8 @@ def centred(p_G, b_G, m_k, i_s, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.con
     i_m = (o_t // i_s) * i_s + i_s // 2
     b_d = b_G - tl.load(p_G[None, :] + i_m[:, None] * K, mask=m_k[None, :], other=0.0)
     far = (tl.max(tl.max(tl.abs(b_d), 1), 0) > LIMIT).to(tl.int32)
-    b_p = tl.exp(tl.where((o_t >= i_m * far)[:, None], b_d, -float("inf")))
-    b_n = tl.exp(tl.where((o_t < i_m + BT * (1 - far))[:, None], -b_d, -float("inf")))
+    b_p = exp(tl.where((o_t >= i_m * far)[:, None], b_d, -float("inf")))
+    b_n = exp(tl.where((o_t < i_m + BT * (1 - far))[:, None], -b_d, -float("inf")))
     return b_p, b_n, i_m[:, None] == i_m[None, :], far * (i_s // 2)
 
 
@@ -69,7 +69,7 @@ def scores_between(
             b_S += tl.where(m_block & (o_t[:, None] >= o_t[None, :]), b_x, 0.0)
     else:
         b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
-        b_ap, b_bn = (b_a * tl.exp(b_G - b_c)).to(b_b.dtype), (b_b * tl.exp(b_c - b_G)).to(b_b.dtype)
+        b_ap, b_bn = (b_a * exp(b_G - b_c)).to(b_b.dtype), (b_b * exp(b_c - b_G)).to(b_b.dtype)
         b_S = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
     return b_S
 
@@ -165,8 +165,8 @@ def pair_scores(
             b_A = tl.dot(b_q, tl.trans(b_k), b_A, input_precision=PRECISION)
             b_L = tl.dot(b_k, tl.trans(b_k), b_L, input_precision=PRECISION)
     if not BY_CHANNEL:
-        b_G = tl.load(G + i_ch * 4 * BT + o_t)
-        b_D = tl.exp(tl.where(o_t[:, None] >= o_t[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
+        b_G = tl.load(G + i_ch * BT + o_t)
+        b_D = exp(tl.where(o_t[:, None] >= o_t[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
         b_A *= b_D
         b_L *= b_D * b_b
     b_A = tl.where(o_t[:, None] >= o_t[None, :], scale * b_A, 0.0)
@@ -219,5 +219,6 @@ def scores(
             ),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         ).run()  # fmt: skip
     return A, Ti

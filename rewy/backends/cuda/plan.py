@@ -1,18 +1,29 @@
 """How every kernel is launched: pure functions from a problem and a device's limits to tiles.
 
 Nothing is tuned at run time. The tiles below were measured on Hopper; a device with less shared memory, or
-inputs of 32 bits, gets smaller ones.
+inputs of 32 bits, gets smaller ones. What is not Triton but Gluon is for the one card that it is written for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.util import find_spec
 
 import torch
 import triton
 
+from rewy.backends.cuda.chunks import chunk_count
 from rewy.problem import Gate, Problem
+
+HOPPER = (9, 0)
+
+# Gluon is part of Triton from 3.5 on, with what `hopper` needs of it from 3.6 on.
+GLUON = (
+    tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    and find_spec("triton.experimental.gluon") is not None
+)
 
 
 @dataclass(frozen=True)
@@ -25,23 +36,44 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Channels of k and v per tile, warps per program, stages of its load pipeline."""
+    """Channels of k and v per tile, warps per program, stages of its load pipeline, registers a thread may take."""
 
     BK: int
     BV: int
     warps: int
     stages: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Of a sequential pass in `hopper`: chunks whose operands have a place in shared memory."""
+
+    stages: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tiles of every kernel."""
+    """The tiles of every kernel.
+
+    `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
+    not serve. `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
+    """
 
     gates: Tiles
     pairs: Tiles
-    state: Tiles
-    reverse: Tiles
-    gradients: Tiles
+    sequential: Tiles
+    outputs: Tiles | Pipeline
+    states: Tiles | Pipeline
+    reverse: Tiles | Pipeline
+    scores: Tiles
+    keys: Tiles
+    keys_on_hopper: bool = False
+
+    def portable(self) -> Plan:
+        """The same with every kernel in plain Triton."""
+        plain = self.sequential
+        return replace(self, outputs=plain, states=plain, reverse=plain, keys_on_hopper=False)
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
@@ -50,12 +82,67 @@ def plan(problem: Problem, limits: Limits) -> Plan:
     # A sequential pass keeps K x BV numbers in registers: narrow slices also give more programs.
     BV = min(V, 16 if wide else 32)
     sequential = Tiles(K, BV, warps=8 if K > 128 else 4, stages=_stages(problem, K, BV, limits))
-    return Plan(
+    pairs = Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1)
+    scores = Tiles(0, min(V, 32 if wide else 64), warps=4, stages=1)
+    keys = Tiles(min(K, 32 if wide else 64), min(V, 32 if wide else 64), warps=4, stages=1)
+    if limits.capability == HOPPER and not wide:
+        # With 168 registers three programs fit a multiprocessor.
+        pairs = replace(pairs, registers=168)
+        if 128 <= problem.V <= 256:
+            scores, keys = replace(scores, BV=128), _keys_on_hopper(problem, keys)
+    chosen = Plan(
         gates=Tiles(min(K, 64), 0, warps=4, stages=1),
-        pairs=Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1),
-        state=sequential,
+        pairs=pairs,
+        sequential=sequential,
+        outputs=sequential,
+        states=sequential,
         reverse=sequential,
-        gradients=Tiles(min(K, 64), min(V, 32 if wide else 128), warps=8 if wide else 4, stages=1),
+        scores=scores,
+        keys=keys,
+    )
+    return _on_hopper(chosen, problem, limits) if _fits_hopper(problem, limits) else chosen
+
+
+def _keys_on_hopper(problem: Problem, keys: Tiles) -> Tiles:
+    """Two tiles of values in flight where registers allow, and three programs on a multiprocessor."""
+    if problem.operator.erase is Gate.CHANNEL:
+        return keys
+    capped = problem.operator.decay is not Gate.CHANNEL and problem.V == 128
+    return replace(keys, stages=2, registers=168 if capped else None)
+
+
+def _fits_hopper(problem: Problem, limits: Limits) -> bool:
+    """Whether `hopper` and `hopper_gradients` can compute a problem on a device."""
+    p = problem
+    rows = chunk_count(p) * p.HV * max(4 * p.chunk_size, p.K)
+    return (
+        limits.capability == HOPPER
+        and GLUON
+        and p.dtype.itemsize == 2
+        and p.chunk_size == 64
+        and p.K in (64, 128)
+        and p.V % 64 == 0
+        and 0 < p.V <= 256
+        # the copy engine counts in 32 bits, and from 1
+        and 0 < p.B * p.T < 2**31
+        and rows < 2**31
+    )
+
+
+def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
+    """Passes as deep as shared memory allows, up to four chunks: a fifth gains nothing."""
+    from rewy.backends.cuda import hopper, hopper_gradients  # need Gluon
+
+    def pipeline(shared: Callable[[Problem, int], int]) -> Tiles | Pipeline:
+        depths = (stages for stages in (4, 3, 2) if shared(problem, stages) <= limits.shared)
+        return next(map(Pipeline, depths), plan.sequential)
+
+    return replace(
+        plan,
+        outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
+        states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
+        reverse=pipeline(hopper.reverse_shared),
+        keys_on_hopper=problem.V == 128 and limits.shared >= hopper_gradients.SHARED,
     )
 
 

@@ -4,7 +4,7 @@
     reverse:  dU = A^T do + K~ dS+                 dR = T^T dU          dS = e^Gl dS+ + Q~^T do - X^T dR
 
 One program walks one sequence with one head's slice of BV value channels; slices never meet. R is formed in
-fp32 and rounded once.
+fp32 and rounded once. `hopper` has the same passes for the card it is named after; the plan says which.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, sequence_chunks
-from rewy.backends.cuda.gates import Gated, by_channel
+from rewy.backends.cuda.gates import LANES, Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
-from rewy.backends.cuda.plan import Tiles
+from rewy.backends.cuda.plan import Pipeline, Tiles
 from rewy.problem import Operands, Problem
 
 
@@ -37,18 +37,22 @@ def key_tile(
 
 
 @triton.jit
-def decays(G, i_ch, o_t, o_k, K: tl.constexpr, BY_CHANNEL: tl.constexpr, BT: tl.constexpr):
-    """What scales a chunk: rows of X, of K~, of Q~ (all 1 by channel), and Gl [BK,1] or a number."""
+def decays(f, e, i_ch, o_t, o_k, K: tl.constexpr, BY_CHANNEL: tl.constexpr, BT: tl.constexpr):
+    """What scales a chunk: rows of X, of K~, of Q~ (all 1 by channel), and the state: e^Gl [BK,1] or a number."""
     if BY_CHANNEL:
         f_x, f_k, f_q = 1.0, 1.0, 1.0
-        b_Gl = tl.load(G + i_ch * BT * K + (BT - 1) * K + o_k, mask=o_k < K, other=0.0)[:, None]
     else:
-        p_f = G + i_ch * 4 * BT
+        p_f = f + i_ch * 4 * BT
         f_x = tl.load(p_f + BT + o_t)[:, None]
         f_k = tl.load(p_f + 2 * BT + o_t)[:, None]
         f_q = tl.load(p_f + 3 * BT + o_t)[:, None]
-        b_Gl = tl.load(p_f + BT - 1)
-    return f_x, f_k, f_q, b_Gl
+    if e is None:
+        b_e = 1.0
+    elif BY_CHANNEL:
+        b_e = tl.load(e + i_ch * K + o_k, mask=o_k < K, other=0.0)[:, None]
+    else:
+        b_e = tl.load(e + i_ch * LANES)
+    return f_x, f_k, f_q, b_e
 
 
 @triton.jit
@@ -73,7 +77,8 @@ def state_forward(
     v,
     b,
     w,
-    G,
+    f,
+    e,
     A,
     Ti,
     h0,
@@ -121,15 +126,15 @@ def state_forward(
     # What no product takes from shared memory is loaded one chunk ahead.
     m_t = o_t < length
     b_vn, b_wn = values(v, b, w, bos, o_t, o_v, m_t, i_hv, HV, V)
-    f_xn, f_kn, f_qn, Gln = decays(G, i_c0.to(tl.int64) * HV + i_hv, o_t, o_k, K, BY_CHANNEL, BT)
+    f_xn, f_kn, f_qn, b_en = decays(f, e, i_c0.to(tl.int64) * HV + i_hv, o_t, o_k, K, BY_CHANNEL, BT)
     for i in range(0, NT):
         i_t = bos + i * BT
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
         m_t = o_t < length - i * BT
-        b_v, b_w, f_x, f_k, f_q, b_Gl = b_vn, b_wn, f_xn, f_kn, f_qn, Gln
+        b_v, b_w, f_x, f_k, f_q, b_e = b_vn, b_wn, f_xn, f_kn, f_qn, b_en
         b_vn, b_wn = values(v, b, w, i_t + BT, o_t, o_v, o_t < length - (i + 1) * BT, i_hv, HV, V)
         i_cn = (i_c0 + tl.minimum(i + 1, NT - 1)).to(tl.int64) * HV + i_hv
-        f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+        f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
         b_x = key_tile(x, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         b_T = tl.load(Ti + i_ch * BT * BT + o_c)
@@ -151,7 +156,7 @@ def state_forward(
             b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         else:
             b_kt = b_x
-        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), tl.exp(b_Gl) * b_s, input_precision=PRECISION)
+        b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), b_e * b_s, input_precision=PRECISION)
     if ht is not None:
         tl.store(ht + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
@@ -163,7 +168,8 @@ def state_reverse(
     kt,
     qt,
     do,
-    G,
+    f,
+    e,
     A,
     Ti,
     dht,
@@ -209,15 +215,15 @@ def state_reverse(
     else:
         b_ds = tl.load(dht + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
     i_cn = (i_c0 + tl.maximum(NT - 1, 0)).to(tl.int64) * HV + i_hv
-    f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+    f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
     for j in range(0, NT):
         i = NT - 1 - j
         i_t = bos + i * BT
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
         m_t = o_t < length - i * BT
-        f_x, f_k, f_q, b_Gl = f_xn, f_kn, f_qn, Gln
+        f_x, f_k, f_q, b_e = f_xn, f_kn, f_qn, b_en
         i_cn = (i_c0 + tl.maximum(i - 1, 0)).to(tl.int64) * HV + i_hv
-        f_xn, f_kn, f_qn, Gln = decays(G, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
+        f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
         b_kt = key_tile(kt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         b_A = tl.load(A + i_ch * BT * BT + o_c)
@@ -229,7 +235,7 @@ def state_reverse(
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
         tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
-        b_ds *= tl.exp(b_Gl)
+        b_ds *= b_e
         b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         if BY_CHANNEL:
             b_x = key_tile(x, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
@@ -241,62 +247,76 @@ def state_reverse(
         tl.store(dh0 + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
 
 
-def _common(problem: Problem, gated: Gated, chunks: Chunks, tiles: Tiles) -> dict[str, object]:
-    return gated._asdict() | dict(
+def outputs(
+    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, chunks: Chunks,
+    tiles: Tiles | Pipeline, keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o [B,T,HV,V], the final state [N,HV,K,V], and what `states` gives if it is to be kept."""
+    o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
+    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
+    s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
+    _forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
+    return o, ht, [t for t in (s, u) if t is not None]
+
+
+def states(
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
+) -> tuple[Tensor, Tensor]:
+    """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
+    s, u = _buffers(problem, x.v, chunks)
+    _forward(problem, x, gated, None, Ti, s, u, None, None, chunks, tiles)
+    return s, u
+
+
+def reverse(
+    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
+    chunks: Chunks, tiles: Tiles | Pipeline,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
+    ds, dr = _buffers(problem, do, chunks)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    if isinstance(tiles, Pipeline):
+        from rewy.backends.cuda import hopper  # needs Gluon
+
+        hopper.reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
+    else:
+        args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
+        _launch(state_reverse, problem, gated, chunks, tiles, args)
+    return ds, dr, dh0
+
+
+def _forward(
+    problem: Problem, x: Operands, gated: Gated, A: Tensor | None, Ti: Tensor,
+    s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None,
+    chunks: Chunks, tiles: Tiles | Pipeline,
+) -> None:  # fmt: skip
+    """The forward pass into those of its results that are not None; A is for o."""
+    if isinstance(tiles, Pipeline):
+        from rewy.backends.cuda import hopper  # needs Gluon
+
+        hopper.forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
+    else:
+        args: dict[str, object] = dict(
+            v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=s, u=u, o=o, ht=ht
+        )
+        _launch(state_forward, problem, gated, chunks, tiles, args)
+
+
+def _launch(
+    kernel: object, problem: Problem, gated: Gated, chunks: Chunks, tiles: Tiles, args: dict[str, object]
+) -> None:
+    args |= dict(
+        x=gated.x, kt=gated.kt, qt=gated.qt, f=gated.f, e=gated.e,
         cu_seqlens=chunks.cu_seqlens, first=chunks.first,
         T=problem.T, H=problem.H, HV=problem.HV, K=problem.K, V=problem.V,
         BY_CHANNEL=by_channel(problem), PRECISION=precision(problem),
         BT=chunks.size, BK=tiles.BK, BV=tiles.BV,
     )  # fmt: skip
-
-
-def _launch(kernel: object, problem: Problem, args: dict[str, object], tiles: Tiles) -> None:
     grid = (problem.N * problem.HV * triton.cdiv(problem.V, tiles.BV),)
     Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
-
-
-def outputs(
-    problem: Problem,
-    x: Operands,
-    gated: Gated,
-    A: Tensor,
-    Ti: Tensor,
-    chunks: Chunks,
-    tiles: Tiles,
-    keep: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o [B,T,HV,V], the final state [N,HV,K,V], and what `states` gives if it is to be kept."""
-    o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
-    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
-    s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
-    args = dict(v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=s, u=u, o=o, ht=ht)
-    _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
-    return o, ht, [t for t in (s, u) if t is not None]
-
-
-def states(
-    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
-    """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
-    s, u = _buffers(problem, x.v, chunks)
-    args = dict(v=x.v, b=x.erase, w=x.write, A=None, Ti=Ti, h0=x.initial_state, s=s, u=u, o=None, ht=None)
-    _launch(state_forward, problem, args | _common(problem, gated, chunks, tiles), tiles)
-    return s, u
 
 
 def _buffers(problem: Problem, like: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """One tensor of [K,V] and one of [C,V] for each chunk and head."""
     shape = chunks.count, problem.HV
     return like.new_empty(*shape, problem.K, problem.V), like.new_empty(*shape, chunks.size, problem.V)
-
-
-def reverse(
-    problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
-    chunks: Chunks, tiles: Tiles,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
-    ds, dr = _buffers(problem, do, chunks)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
-    args = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
-    _launch(state_reverse, problem, args | _common(problem, gated, chunks, tiles), tiles)
-    return ds, dr, dh0
