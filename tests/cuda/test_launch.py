@@ -62,4 +62,3 @@ def test_a_signature_tells_compiled_kernels_apart():
 
 def test_a_descriptors_device_is_its_tensors():
     assert Launch(prologue.sigmoid_fwd, (1,), dict(scale=1.0, x=rows(torch.empty(1), 1))).device.type == "cpu"
-
