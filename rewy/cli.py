@@ -112,7 +112,7 @@ def bench(
         float | None, typer.Option(min=1, help="Seconds after which no further point is started.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=0, help="Processes that compile everything first and time cold starts.")
+        int, typer.Option(min=0, help="Processes that compile first; then no cold start is seen.")
     ] = 0,
 ) -> None:
     """Measures a configuration: JSON lines, CSV, Markdown tables and plots."""

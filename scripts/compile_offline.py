@@ -2,7 +2,7 @@
 """Compile the CUDA backend's kernels for cards that are not here and check what they ask of them.
 
     scripts/compile_offline.py                     # sm_80, sm_90 and sm_100, everything the plans ship
-    scripts/compile_offline.py --arch 90 --only chunk_gradients
+    scripts/compile_offline.py --arch 90 --only key_gradients
 
 The backend runs on meta tensors while its launches are recorded, so a kernel's signature and
 configuration are those of a real call. Every compiled kernel is then read back: registers, stack (which
@@ -40,10 +40,12 @@ from rewy.problem import OPERATORS, Gate, Operands, Options, Problem, problem_of
 
 TENSOR_MEMORY = 512  # columns, on sm_100
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# Bytes a kernel may spill in 16 bits on Hopper. In `state_forward` they are addresses that only a sequence's last,
-# partial chunk uses. The two around dA, dL and the inverse were fastest so (docs/performance-log.md).
+# Bytes a kernel may spill in 16 bits on Hopper. `forward_pass`: addresses that only a sequence's last, partial chunk
+# uses. `centred_keys` and `pair_scores`: faster so than with smaller tiles or fewer programs on a multiprocessor
+# (docs/performance-log.md). `key_gradients`, `wy_gradients`: by channel, for rare chunks and for comparison.
 SPILLS = {
-    "state_forward": 80,
+    "forward_pass": 80,
+    "centred_keys": 304,
     "pair_scores": 608,
     "score_gradients": 32,
     "key_gradients": 2344,

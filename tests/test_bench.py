@@ -579,7 +579,7 @@ def test_compiling_ahead_says_what_went_wrong() -> None:
 
 def test_tuned_kernels_are_compiled_in_parts_and_not_run() -> None:
     triton = pytest.importorskip("triton")
-    from rewy.bench.contestants import _compiling_only
+    from rewy.bench.contestants import compiling_only
 
     compiled: list[tuple[int, dict[str, Any]]] = []
 
@@ -601,7 +601,7 @@ def test_tuned_kernels_are_compiled_in_parts_and_not_run() -> None:
     tune = type(tuner).run
     for part in range(4):
         met: dict[str, int] = {}
-        with _compiling_only(lambda what, part=part, met=met: met.setdefault(what, len(met)) % 4 == part):
+        with compiling_only(lambda what, part=part, met=met: met.setdefault(what, len(met)) % 4 == part):
             tuner[(1,)](5)
         assert len(met) == 6
     assert type(tuner).run is tune

@@ -143,7 +143,7 @@ class Rewy(Contestant):
         with recording() as launches:
             self.prepare(case, x)(do, dht)
         for launch in launches:
-            if mine(_described(launch.name, launch.args, launch.options)):
+            if mine(str(launch.signature)):
                 launch.compile()
 
     def _backend(self, device: torch.device) -> str:
@@ -204,7 +204,7 @@ class Fla(Package):
         return replace(case.small(), B=case.B)  # B is compiled into its cumulative sums
 
     def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
-        with _compiling_only(mine):
+        with compiling_only(mine):
             self.prepare(case, x)(do, dht)
 
     def declines(self, case: Case) -> str | None:
@@ -315,7 +315,7 @@ def _described(kernel: str, args: Mapping[str, Any], options: object) -> str:
 
 
 @contextmanager
-def _compiling_only(mine: Mine) -> Iterator[None]:
+def compiling_only(mine: Mine) -> Iterator[None]:
     """Kernels that Triton tunes are compiled, those configurations of them that are `mine`, and not run.
 
     Which one is fastest shows on an idle device only, so the measuring process tunes, among compiled ones.

@@ -60,8 +60,8 @@ def test_faults(script):
     assert "tensor memory" in replace(fine, arch=100, tensor_memory=544).faults[0]
     assert replace(fine, stack=8).faults == ["spills 8 bytes"]
     assert replace(fine, stack=8, source="kda float32 64x64").faults == []
-    assert replace(fine, stack=80, kernel="state_forward").faults == []
-    assert replace(fine, stack=88, kernel="state_forward").faults == ["spills 88 bytes"]
+    assert replace(fine, stack=80, kernel="forward_pass").faults == []
+    assert replace(fine, stack=88, kernel="forward_pass").faults == ["spills 88 bytes"]
     assert replace(fine, error="CompilationError: no").faults == ["CompilationError: no"]
 
 
@@ -74,7 +74,7 @@ def test_every_operator_is_examined(script):
 def test_the_sequential_passes_take_the_shared_memory_they_plan_with(script):
     """Of each pass of every operator, at the depth that ships; gdn2's reverse pass is kda's."""
     sought = [
-        f"state_{way} {op} bfloat16 128x128 C64 rewy" for op in OPERATORS for way in ("forward", "reverse")
+        f"{way}_pass {op} bfloat16 128x128 C64 rewy" for op in OPERATORS for way in ("forward", "reverse")
     ]
     found = run("--arch", "90", "--only", *sought)
     assert found.returncode == 0, found.stdout

@@ -108,13 +108,13 @@ def test_both_passes_are_launched(lengths: tuple[int, ...] | None) -> None:
         _, _, kept = backend.forward(problem, x, training=True)
         backend.backward(problem, x, kept, do, dht)
     kernels = [launch.kernel for launch in launches]
-    assert kernels.count(hopper.state_forward) == 2 and kernels.count(hopper.state_reverse) == 1
+    assert kernels.count(hopper.forward_pass) == 2 and kernels.count(hopper.reverse_pass) == 1
     assert state.state_forward not in kernels and state.state_reverse not in kernels
 
 
 def test_a_write_gate_of_another_dtype_takes_the_plain_passes() -> None:
     problem, x, _, _ = described(replace(CASE, operator="gdn2"))
-    for write, kernel in ((x.write, hopper.state_forward), (x.write.float(), state.state_forward)):
+    for write, kernel in ((x.write, hopper.forward_pass), (x.write.float(), state.state_forward)):
         with recording() as launches:
             CudaBackend(on_h200).forward(problem, x._replace(write=write), training=False)
         assert launches[-1].kernel is kernel
@@ -156,6 +156,12 @@ def passes(
     return found if dh0 is None else found | dict(dh0=dh0)
 
 
+def assert_rounded_alike(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    """Sums in another order turn a few roundings over; all of them, in bf16, would be 1.7e-3."""
+    over = {name: e for name, e in errors(found, plain).items() if not e <= 1e-3}
+    assert not over, over
+
+
 def assert_same_as_plain(
     case: Case, device: torch.device, stages: int | None = None, keep: bool = False
 ) -> None:
@@ -174,8 +180,7 @@ def assert_same_as_plain(
     found, again = (passes(problem, x, do, dht, chosen, keep) for _ in range(2))
     plain = passes(problem, x, do, dht, chosen.portable(), keep)
     assert all(torch.equal(t, again[name]) for name, t in found.items())
-    over = {name: e for name, e in errors(found, plain).items() if not e <= 1e-3}
-    assert not over, over
+    assert_rounded_alike(found, plain)
 
 
 @pytest.mark.cuda
@@ -242,5 +247,4 @@ def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.dev
     assert plan(problem, limits_of(device)).keys_on_hopper
     found, again, plain = gradients(True), gradients(True), gradients(False)
     assert all(torch.equal(t, again[name]) for name, t in found.items())
-    over = {name: e for name, e in errors(found, plain).items() if not e <= 1e-3}
-    assert not over, over
+    assert_rounded_alike(found, plain)

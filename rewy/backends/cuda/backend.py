@@ -3,8 +3,8 @@
     forward    gates -> pairs -> state
     backward   gates -> state (again, for S and U) -> reverse -> gradients
 
-A and T are kept between the two. S and U are formed again unless `disable_recompute` keeps them too; the gated
-operands always are, which is cheaper than keeping them.
+A and T are kept between the two, and gates with one number a row. S, U and what gates by channel make of q and k are
+formed again, unless `disable_recompute` keeps them too.
 """
 
 from __future__ import annotations
@@ -48,13 +48,20 @@ class CudaBackend:
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
-        o, ht, kept = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
-        return o, ht, [A, Ti, *kept] if training else []
+        o, ht, states = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
+        if not training:
+            return o, ht, []
+        return o, ht, [A, Ti, *(getattr(gated, name) for name in gates.kept(problem)), *states]
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
-        p, C = problem, problem.chunk_size
-        shapes = [(C, C), (C, C)] if p.recompute else [(C, C), (C, C), (p.K, p.V), (C, p.V)]
-        return [x.q.new_empty(chunk_count(p), p.HV, *shape) for shape in shapes]
+        p, C, count = problem, problem.chunk_size, chunk_count(problem)
+
+        def each(*shape: int) -> Tensor:
+            return x.q.new_empty(count, p.HV, *shape)
+
+        gated = gates.allocated(p, x, count)
+        states = [] if p.recompute else [each(p.K, p.V), each(C, p.V)]
+        return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
@@ -63,10 +70,15 @@ class CudaBackend:
         do = do.contiguous()
         dht = None if dht is None else dht.contiguous()
         A, Ti, *rest = kept
-        gated = gates.gated(problem, x, chunks, tiles.gates)
+        names = gates.kept(problem)
+        if names:
+            gated = gates.restored(x, dict(zip(names, rest, strict=False)))
+        else:
+            gated = gates.gated(problem, x, chunks, tiles.gates)
+        states = rest[len(names) :]
         if problem.algebra is Algebra.CONVENTIONAL:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
-        s, u = rest or state.states(problem, x, gated, Ti, chunks, tiles.states)
+        s, u = states or state.states(problem, x, gated, Ti, chunks, tiles.states)
         ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
         return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
 

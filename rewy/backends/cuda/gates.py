@@ -3,7 +3,7 @@
     G = cumsum of g in the chunk      X = b k e^G      K~ = k e^(Gl - G)      Q~ = scale q e^G
 
 Gates with one number per token scale whole rows: the passes then read q and k themselves and four numbers
-a row. A gate per channel has its products written out. The passes read no G, and e^Gl as written here.
+a row. A gate per channel has its products written out. The passes read these and e^Gl, never G.
 
 A chunk's buffers have all C rows: past the end of a sequence g counts as 0 and q, k as zero, so the last
 row always holds Gl and no row needs a mask later.
@@ -11,7 +11,7 @@ row always holds Gl and no row needs a mask later.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -188,22 +188,13 @@ def by_channel(problem: Problem) -> bool:
 
 
 def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
-    p, C, channel = problem, chunks.size, by_channel(problem)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.empty(chunks.count, p.HV, *shape, dtype=torch.float32, device=x.q.device)
-
-    e = None if p.operator.decay is Gate.NONE else numbers(p.K if channel else LANES.value)
-    args = dict(g=x.g, b=x.erase, e=e, table=chunks.table, scale=p.scale, T=p.T, HV=p.HV, BT=C)
-    if not channel:
+    p, out = problem, allocated(problem, x, chunks.count)
+    args = dict(g=x.g, b=x.erase, table=chunks.table, scale=p.scale, T=p.T, HV=p.HV, BT=chunks.size)
+    if not by_channel(p):
         BH = min(16, triton.next_power_of_2(p.HV))
-        out = Gated(numbers(C), numbers(4, C), e, x.k, x.k, x.q)
         grid = (chunks.count * triton.cdiv(p.HV, BH),)
-        Launch(row_gates, grid, args | dict(G=out.G, f=out.f, BH=BH)).run()
+        Launch(row_gates, grid, args | dict(G=out.G, f=out.f, e=out.e, BH=BH)).run()
         return out
-    G = numbers(C, p.K)
-    f = numbers(C) if x.write is None else None
-    out = Gated(G, f, e, *(torch.empty_like(G, dtype=p.dtype) for _ in range(3)))
     Launch(
         channel_gates,
         grid=(chunks.count * p.HV * triton.cdiv(p.K, tiles.BK),),
@@ -218,3 +209,32 @@ def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
         num_stages=tiles.stages,
     ).run()
     return out
+
+
+def allocated(problem: Problem, x: Operands, count: int) -> Gated:
+    """A problem's `Gated` for as many chunks, before anything is in it."""
+    p, C, channel = problem, problem.chunk_size, by_channel(problem)
+
+    def numbers(*shape: int) -> Tensor:
+        return x.q.new_empty(count, p.HV, *shape, dtype=torch.float32)
+
+    e = None if p.operator.decay is Gate.NONE else numbers(p.K if channel else LANES.value)
+    if not channel:
+        return Gated(numbers(C), numbers(4, C), e, x.k, x.k, x.q)
+    f = numbers(C) if p.operator.tied else None
+    return Gated(numbers(C, p.K), f, e, *(x.q.new_empty(count, p.HV, C, p.K) for _ in range(3)))
+
+
+def kept(problem: Problem) -> tuple[str, ...]:
+    """What of a `Gated` the backward takes over: the numbers of rows, which are few; all if nothing is formed again."""
+    rows, op = not by_channel(problem), problem.operator
+    numbers = ("G",) + ("f",) * (rows or op.tied) + ("e",) * (op.decay is not Gate.NONE)
+    if rows:
+        return numbers
+    return () if problem.recompute else (*numbers, "x", "kt", "qt")
+
+
+def restored(x: Operands, tensors: dict[str, Tensor]) -> Gated:
+    """A `Gated` from what was kept of it."""
+    made: dict[str, Any] = dict(f=None, e=None, x=x.k, kt=x.k, qt=x.q)
+    return Gated(**made | tensors)

@@ -348,7 +348,7 @@ def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
-    """Gradients of every operand.
+    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V].
 
     What several programs add to (q and k of grouped value heads, gates with one number for all channels) is
     summed from their fp32 parts and rounded once.

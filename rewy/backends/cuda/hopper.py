@@ -35,7 +35,7 @@ from rewy.backends.cuda.plan import Pipeline
 from rewy.problem import Gate, Operands, Problem
 
 ROWS = gl.constexpr(64)  # of the matrix unit: value channels a program takes
-NUMBERS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)  # of rows of fp32 numbers
+ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)  # of fp32 numbers
 BESIDES = 768  # bytes of shared memory for barriers, alignment and what the compiler exchanges there
 
 
@@ -184,7 +184,7 @@ def forward_stores(
 @gluon.jit
 def receive_forward(
     i, NT, length, x_s, q_s, v_s, w_s, f_s, full, layout: gl.constexpr,
-    BY_CHANNEL: gl.constexpr, NF: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+    BY_CHANNEL: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Wait for chunk i: w v and what scales the rows of X, both along columns."""
     slot = i % STAGES
@@ -217,7 +217,7 @@ def forward_chunks(
     S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out, full, late, ended, left, gone,
     p_o, p_ht, bos, length, HV, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr,
-    NF: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+    BT: gl.constexpr, STAGES: gl.constexpr,
     c_acc: gl.constexpr, k_acc: gl.constexpr,
 ):  # fmt: skip
     NT = gl.cdiv(length, BT)
@@ -227,9 +227,7 @@ def forward_chunks(
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     u_16 = gl.zeros([BV, BT], dtype, c_acc)
     o_16 = u_16
-    b_v, f_x = receive_forward(
-        0, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, NF, BT, STAGES
-    )
+    b_v, f_x = receive_forward(0, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, BT, STAGES)
     for i in range(NT):
         slot = i % STAGES
         S_16 = S.to(dtype)
@@ -280,7 +278,7 @@ def forward_chunks(
             u_left = gl.convert_layout(u_16, c_left, assert_trivial=True)
             b_o = warpgroup_mma(u_left, A_s.index(slot_late).permute((1, 0)), b_o, is_async=True)
         b_v, f_x = receive_forward(
-            i + 1, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, NF, BT, STAGES
+            i + 1, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, BT, STAGES
         )
         if o_out is not None:
             S, b_o = warpgroup_mma_wait(0, (S, b_o))
@@ -302,7 +300,7 @@ def forward_chunks(
 
 
 @gluon.jit(do_not_specialize=["T"])
-def state_forward(
+def forward_pass(
     # inputs and outputs
     x,
     kt,
@@ -372,11 +370,11 @@ def state_forward(
     TILES: gl.constexpr = (2 if OUTPUT else 1) * K + BT + (1 if w is None else 2) * BV
     BYTES: gl.constexpr = 2 * BT * TILES + 4 * ((0 if f is None else NF * BT) + (0 if e is None else NE))
     LATE_BYTES: gl.constexpr = 2 * BT * ((K if BY_CHANNEL else 0) + (BT if OUTPUT else 0))
-    full = barriers(STAGES)
-    late = barriers(STAGES - 1)
-    ended = barriers(STAGES)
-    left = barriers(1).index(0)
-    gone = barriers(1).index(0)
+    full = barriers(STAGES)  # a chunk's operands have come
+    late = barriers(STAGES - 1)  # and those that are used last
+    ended = barriers(STAGES)  # their places are free
+    left = barriers(1).index(0)  # results lie in shared memory
+    gone = barriers(1).index(0)  # and have been taken away
     fence_async_shared()
     gl.thread_barrier()
 
@@ -397,7 +395,7 @@ def state_forward(
                 (
                     S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out,
                     full, late, ended, left, gone, p_o, ht, bos, length, HV, scale,
-                    K, V, BV, BY_CHANNEL, DECAY, NF, BT, STAGES, c_acc, k_acc,
+                    K, V, BV, BY_CHANNEL, DECAY, BT, STAGES, c_acc, k_acc,
                 ),
             ),
             (
@@ -571,7 +569,7 @@ def reverse_chunks(
 
 
 @gluon.jit(do_not_specialize=["T"])
-def state_reverse(
+def reverse_pass(
     # inputs and outputs
     x,
     kt,
@@ -631,11 +629,11 @@ def state_reverse(
     NUMBERS: gl.constexpr = (0 if BY_CHANNEL else NF * BT) + (NE if DECAY else 0)
     BYTES: gl.constexpr = 2 * BT * (2 * K + 2 * BT + BV) + 4 * NUMBERS
     LATE_BYTES: gl.constexpr = 2 * BT * K if BY_CHANNEL else 0
-    full = barriers(STAGES)
-    late = barriers(STAGES - 1)
-    ended = barriers(STAGES)
-    left = barriers(1).index(0)
-    gone = barriers(1).index(0)
+    full = barriers(STAGES)  # a chunk's operands have come
+    late = barriers(STAGES - 1)  # and those that are used last
+    ended = barriers(STAGES)  # their places are free
+    left = barriers(1).index(0)  # results lie in shared memory
+    gone = barriers(1).index(0)  # and have been taken away
     fence_async_shared()
     gl.thread_barrier()
 
@@ -696,7 +694,7 @@ def forward(
         p_o=o,
         ht=ht,
     )
-    Launch(state_forward, _grid(problem), args).run()
+    Launch(forward_pass, _grid(problem), args).run()
 
 
 def reverse(
@@ -717,7 +715,7 @@ def reverse(
         dr=tiled(dr, problem.V),
         dh0=dh0,
     )
-    Launch(state_reverse, _grid(problem), args).run()
+    Launch(reverse_pass, _grid(problem), args).run()
 
 
 def _common(
@@ -750,7 +748,9 @@ def tiled(t: Tensor | None, width: int, rows: int = 64, columns: int = 64) -> Te
 
 def _numbers(t: Tensor | None) -> TensorDescriptor | None:
     """t [NC,HV,...] in fp32 as one row of numbers, those of a chunk and head at a time."""
-    return None if t is None else TensorDescriptor(t.view(-1), [t.numel()], [1], [t[0, 0].numel()], NUMBERS)
+    return (
+        None if t is None else TensorDescriptor(t.view(-1), [t.numel()], [1], [t[0, 0].numel()], ROW_LAYOUT)
+    )
 
 
 @cache
@@ -766,7 +766,7 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 def forward_shared(problem: Problem, stages: int, output: bool, keep: bool) -> int:
-    """Bytes of shared memory that `state_forward` takes with (`output`) o and with (`keep`) s and u."""
+    """Bytes of shared memory that `forward_pass` takes with (`output`) o and with (`keep`) s and u."""
     C, K, V, channel = problem.chunk_size, problem.K, ROWS.value, by_channel(problem)
     tied = problem.operator.tied
     columns = K + C + V * (1 if tied else 2) + K * output
@@ -777,7 +777,7 @@ def forward_shared(problem: Problem, stages: int, output: bool, keep: bool) -> i
 
 
 def reverse_shared(problem: Problem, stages: int) -> int:
-    """Bytes of shared memory that `state_reverse` takes."""
+    """Bytes of shared memory that `reverse_pass` takes."""
     C, K, V, channel = problem.chunk_size, problem.K, ROWS.value, by_channel(problem)
     columns, numbers, late, out = 2 * K + 2 * C + V, 0 if channel else 4 * C, K * channel, K + C
     return _shared(problem, stages, columns, numbers, late, out)

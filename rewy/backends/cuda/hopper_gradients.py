@@ -23,13 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.chunks import Chunks
-from rewy.backends.cuda.gates import by_channel
+from rewy.backends.cuda.gates import LOG2_E, by_channel
 from rewy.backends.cuda.hopper import clear_tail, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import exponent_limit
 from rewy.problem import Gate, Operands, Problem
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multiprocessor
 
 
@@ -73,7 +72,7 @@ def store_rows(p, b_x, m_t):
 
 
 @gluon.jit(do_not_specialize=["T", "TOKENS"])
-def key_gradients(
+def centred_keys(
     # inputs and outputs
     q,
     k,
@@ -302,7 +301,11 @@ def key_gradients(
 def keys(
     problem: Problem, x: Operands, s: Tensor, ds: Tensor, chunks: Chunks, made: Mapping[str, Any]
 ) -> None:
-    """The gradients of keys and gates of all chunks that can be centred, as `gradients.key_gradients` has them."""
+    """The gradients of keys and gates of all chunks that can be centred, as `gradients.key_gradients` has them.
+
+    s and ds are [NC,HV,K,V]; `made` has the arguments of that kernel which `gradients.gradients` shares between
+    its launches.
+    """
     p, C = problem, chunks.size
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
     args = dict(
@@ -326,4 +329,4 @@ def keys(
         LIMIT=exponent_limit(p),
         BT=C,
     )  # fmt: skip
-    Launch(key_gradients, (chunks.count * p.HV * p.K // 64,), args).run()
+    Launch(centred_keys, (chunks.count * p.HV * p.K // 64,), args).run()

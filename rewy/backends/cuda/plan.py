@@ -1,7 +1,7 @@
 """How every kernel is launched: pure functions from a problem and a device's limits to tiles.
 
 Nothing is tuned at run time. The tiles below were measured on Hopper; a device with less shared memory, or
-inputs of 32 bits, gets smaller ones. What is not Triton but Gluon is for the one card that it is written for.
+inputs of 32 bits, gets smaller ones. Kernels in Gluon are for Hopper alone.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def plan(problem: Problem, limits: Limits) -> Plan:
         # With 168 registers three programs fit a multiprocessor.
         pairs = replace(pairs, registers=168)
         if 128 <= problem.V <= 256:
-            scores, keys = replace(scores, BV=128), _keys_on_hopper(problem, keys)
+            scores, keys = replace(scores, BV=128), _plain_keys(problem, keys)
     chosen = Plan(
         gates=Tiles(min(K, 64), 0, warps=4, stages=1),
         pairs=pairs,
@@ -103,7 +103,7 @@ def plan(problem: Problem, limits: Limits) -> Plan:
     return _on_hopper(chosen, problem, limits) if _fits_hopper(problem, limits) else chosen
 
 
-def _keys_on_hopper(problem: Problem, keys: Tiles) -> Tiles:
+def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
     """Two tiles of values in flight where registers allow, and three programs on a multiprocessor."""
     if problem.operator.erase is Gate.CHANNEL:
         return keys

@@ -10,14 +10,6 @@ import triton.language as tl
 
 
 @triton.jit
-def over_channels(x, CHANNEL: tl.constexpr):
-    """A gate's gradient from that of its broadcast, [C,BK] or [C]."""
-    if CHANNEL:
-        return x
-    return tl.sum(x, 1)
-
-
-@triton.jit
 def chunk_gradient(
     # operands [N,C,..], states [N,K,V]
     q, k, v, b, w, G, do, U, dR, S, dS,
@@ -123,8 +115,8 @@ def chunk_gradient(
                 tl.store(dG + p_k, b_g_pairs + b_g_states)
                 tl.store(remaining + p_k, b_k * b_dK)
             else:
-                b_dG += over_channels(b_g_pairs + b_g_states, False)
-                b_rest += over_channels(b_k * b_dK, False)
+                b_dG += tl.sum(b_g_pairs + b_g_states, 1)
+                b_rest += tl.sum(b_k * b_dK, 1)
             b_e += b_dX
             if CHANNEL_GATES:
                 tl.store(db + p_k, b_k * b_e)

@@ -180,8 +180,9 @@ std::tuple<Tensor, Tensor, Tensor> without_dU(const States &results)
     return {std::get<0>(results), std::get<1>(results), std::get<2>(results)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> state_forward(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &written, const Tensor &carry,
-                     const Tensor &first, const Tensor &starts)
+std::tuple<Tensor, Tensor, Tensor> state_forward(const Tensor &X, const Tensor &K, const Tensor &T,
+                                                 const Tensor &written, const Tensor &carry, const Tensor &first,
+                                                 const Tensor &starts)
 {
     return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, false));
 }
