@@ -86,6 +86,26 @@ def test_any_decay(operator: str, gate: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    "change, recompute",
+    [
+        (dict(B=2, T=50), False),
+        (dict(T=110, K=20, V=24, lengths=(50, 0, 5, 48)), True),
+        (dict(T=40, K=24, initial_state=False, dht=False), True),
+        (dict(T=1), True),
+    ],
+    ids=["dense", "packed", "no states", "one token"],
+)
+def test_sequences_in_parts(operator: str, change: dict, recompute: bool, device: torch.device) -> None:
+    """More parts than chunks, parts of no tokens, and parts that end where chunks do not."""
+    case = replace(SMALL, operator=operator, **change)
+    x, do, dht = make(case)
+    backend = CudaBackend(lambda problem, limits: replace(plan(problem, limits), parts=3))
+    found = errors(results(case, device, x, do, dht, backend, recompute), exact(x, do, dht, case.scale))
+    assert all(e <= F32 for e in found.values()), found
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_past_the_last_offset(operator: str, device: torch.device) -> None:
     """They may hold anything: o and all gradients are 0 there, and nothing else sees them."""
     case = replace(SMALL, operator=operator, T=50, lengths=(20, 13))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, state
+from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, segments, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
 from rewy.backends.cuda.step import step
@@ -48,7 +48,10 @@ class CudaBackend:
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
-        o, ht, states = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
+        if tiles.parts > 1:
+            o, ht, states = segments.outputs(problem, x, gated, A, Ti, chunks, tiles, keep)
+        else:
+            o, ht, states = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
         if not training:
             return o, ht, []
         return o, ht, [A, Ti, *(getattr(gated, name) for name in gates.kept(problem)), *states]
@@ -78,8 +81,11 @@ class CudaBackend:
         states = rest[len(names) :]
         if problem.algebra is Algebra.CONVENTIONAL:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
-        s, u = states or state.states(problem, x, gated, Ti, chunks, tiles.states)
-        ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
+        if tiles.parts > 1:
+            s, u, ds, dr, dh0 = segments.both(problem, x, gated, A, Ti, do, dht, states, chunks, tiles)
+        else:
+            s, u = states or state.states(problem, x, gated, Ti, chunks, tiles.states)
+            ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
         return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,7 @@ class Plan:
 
     `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
     not serve. `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
+    `parts`: of a sequence, that are walked side by side (`segments`).
     """
 
     gates: Tiles
@@ -69,6 +70,7 @@ class Plan:
     scores: Tiles
     keys: Tiles
     keys_on_hopper: bool = False
+    parts: int = 1
 
     def portable(self) -> Plan:
         """The same with every kernel in plain Triton."""

@@ -268,6 +268,15 @@ def states(
     return s, u
 
 
+def final(
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
+) -> Tensor:
+    """The final state [N,HV,K,V] alone."""
+    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
+    _forward(problem, x, gated, None, Ti, None, None, None, ht, chunks, tiles)
+    return ht
+
+
 def reverse(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
     chunks: Chunks, tiles: Tiles | Pipeline,
