@@ -563,8 +563,12 @@ def wy_gradients(
                     b_L = tl.where(m_block, tl.load(dL + o_c), 0.0).to(dtype)
                     b_dqp = tl.dot(b_A, b_kn, input_precision=PRECISION)
                     b_Ep = tl.dot(b_L, b_kn, input_precision=PRECISION)
-                    b_dkn = tl.dot(tl.trans(b_A), b_qp, input_precision=PRECISION)
-                    b_dkn = tl.dot(tl.trans(b_L), b_kp, b_dkn, input_precision=PRECISION)
+                    # loaded again: a left operand transposed in registers is what Triton miscompiles on Hopper
+                    o_ct = o_t[None, :] * BT + o_t[:, None]
+                    b_At = tl.where(m_block, tl.load(dA + o_ct), 0.0).to(dtype)
+                    b_Lt = tl.where(m_block, tl.load(dL + o_ct), 0.0).to(dtype)
+                    b_dkn = tl.dot(b_At, b_qp, input_precision=PRECISION)
+                    b_dkn = tl.dot(b_Lt, b_kp, b_dkn, input_precision=PRECISION)
                     b_dGi += b_qp * b_dqp + b_kp * b_Ep - b_kn * b_dkn
                     b_dq += b_p * b_dqp
                     b_E += b_p * b_Ep
