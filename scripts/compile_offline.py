@@ -6,9 +6,10 @@
 
 The backend runs on meta tensors while its launches are recorded, so a kernel's signature and
 configuration are those of a real call. Every compiled kernel is then read back: registers, stack (which
-in these kernels is spilled registers), shared memory against the card's limit, and its matrix
-instruction. Exits 1 when a kernel does not compile, needs more shared or tensor memory than the card
-has, or spills in bf16 or fp16 on Hopper more than `SPILLS` allows.
+in these kernels is spilled registers), shared memory against the card's limit, its matrix instruction, and
+on Hopper whether operands of one in flight are overwritten. Exits 1 when a kernel does not compile, needs
+more shared or tensor memory than the card has, has such operands, or spills in bf16 or fp16 on Hopper more
+than `SPILLS` allows.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class Report:
     shared: int = 0
     tensor_memory: int = 0
     matrix: str = "-"
+    overwritten: int = 0
     error: str = ""
 
     @property
@@ -190,6 +192,8 @@ class Report:
             found.append(f"needs {self.tensor_memory} columns of tensor memory, the card has {TENSOR_MEMORY}")
         if self.stack > SPILLS.get(self.kernel, 0) and self.arch == 90 and "float32" not in self.source:
             found.append(f"spills {self.stack} bytes")
+        if self.overwritten:
+            found.append(f"{self.overwritten} instructions write operands of a matrix instruction in flight")
         return found
 
     def __str__(self) -> str:
@@ -218,22 +222,51 @@ def examine(arch: int, source: str, launch: Launch) -> Report:
         compiled = launch.compile()
     except Exception as error:  # whatever the compiler throws is the finding
         return replace(seen, error=reason(error))
+    matrix = next((m for m in MATRIX if m in compiled.asm["ptx"]), "-")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name],
+        asked = ["--dump-resource-usage", *["--dump-sass"] * (matrix == "wgmma")]
+        dump = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, *asked, cubin.name],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-    found = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    found = dict(re.findall(r"(REG|STACK):(\d+)", dump))
     return replace(
         seen,
         registers=int(found["REG"]),
         stack=int(found["STACK"]),
         shared=compiled.metadata.shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
-        matrix=next((m for m in MATRIX if m in compiled.asm["ptx"]), "-"),
+        matrix=matrix,
+        overwritten=overwritten(dump),
     )
+
+
+def overwritten(sass: str) -> int:
+    """Instructions that write a register while a matrix instruction in flight may still read it, on Hopper.
+
+    wgmma takes its left operand from registers, and asynchronously. ptxas 12.8 has been seen to set some of them after
+    the first instruction that reads them, where a left operand was a constant.
+    """
+    groups: list[set[int]] = []  # left operands of the groups in flight, the last one open
+    found, group = 0, set()
+    for line in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass):
+        line = re.sub(r"^@!?U?P\d+\s+", "", line)
+        name, _, operands = line.partition(" ")
+        if name.startswith("HGMMA"):
+            if left := re.match(r"\s*R\d+, R(\d+), gdesc", operands):
+                group |= set(range(int(left[1]), int(left[1]) + 4))
+            if "gsb0" in operands:
+                groups.append(group)
+                group = set()
+        elif waited := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
+            groups = groups[len(groups) - int(waited[1]) :] if int(waited[1]) else []
+        elif (written := re.match(r"\s*R(\d+)\b", operands)) and not name.startswith(("ST", "RED")):
+            wide = 4 if re.search(r"\.128|LDSM.*\.4", name) else 2 if ".64" in name else 1
+            registers = set(range(int(written[1]), int(written[1]) + wide))
+            found += any(registers & busy for busy in (*groups, group))
+    return found
 
 
 # Launches hold meta tensors and kernels, which do not pickle: workers are forked and told an index.

@@ -91,3 +91,17 @@ def test_the_sequential_passes_take_the_shared_memory_they_plan_with(script):
     assert len(planned) == len(taken)
     for bytes_planned, kib_taken in zip(planned, taken, strict=True):
         assert 0 <= bytes_planned / 1024 - float(kib_taken) <= 0.5, reports
+
+
+def test_operands_overwritten_in_flight(script):
+    """Two groups in flight: the older may be waited for alone."""
+    product = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R{0}, gdesc[UR4], R24, gsb0 ; /* 0x00 */\n"
+    write = "/*0020*/ @!P1 IMAD.MOV.U32 R{0}, RZ, RZ, 0x3f803f80 ; /* 0x00 */\n"
+    wait = "/*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x{0} ; /* 0x00 */\n"
+    both = product.format(152) + product.format(160)
+    assert script.overwritten(product.format(152) + write.format(153)) == 1
+    assert script.overwritten(both + write.format(156)) == 0
+    assert script.overwritten(both + wait.format(1) + write.format(153)) == 0
+    assert script.overwritten(both + wait.format(1) + write.format(160)) == 1
+    assert script.overwritten(both + wait.format(0) + write.format(160)) == 0
+    assert script.overwritten(product.format(152) + "/*0040*/ LDSM.16.M88.4 R150, [R2] ; /* 0x00 */\n") == 1

@@ -34,6 +34,7 @@ from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Pipeline
 from rewy.problem import Gate, Operands, Problem
 
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 ROWS = gl.constexpr(64)  # of the matrix unit: value channels a program takes
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)  # of fp32 numbers
 BESIDES = 768  # bytes of shared memory for barriers, alignment and what the compiler exchanges there
@@ -199,7 +200,7 @@ def receive_forward(
             if q_s is not None:
                 clear_tail(q_s.index(slot), rows)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     b_v = v_s.index(slot).permute((1, 0)).load(layout).to(gl.float32)
     if w_s is None:
         b_v = b_v * by_column(f_s.index(slot).slice(0, BT), layout)
@@ -376,7 +377,7 @@ def forward_pass(
     left = barriers(1).index(0)  # results lie in shared memory
     gone = barriers(1).index(0)  # and have been taken away
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     if h0 is None:
         S = gl.zeros([BV, K], gl.float32, k_acc)
@@ -488,7 +489,7 @@ def receive_reverse(
             clear_tail(kt_s.index(slot), rows)
             clear_tail(q_s.index(slot), rows)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     do_16 = do_s.index(slot).permute((1, 0)).load(left)
     zeros = gl.zeros([do_16.shape[0], BT], gl.float32, layout)
@@ -635,7 +636,7 @@ def reverse_pass(
     left = barriers(1).index(0)  # results lie in shared memory
     gone = barriers(1).index(0)  # and have been taken away
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     if dht is None:
         dS = gl.zeros([BV, K], gl.float32, k_acc)

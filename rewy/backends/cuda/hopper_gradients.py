@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rewy.backends.cuda.chunks import Chunks
 from rewy.backends.cuda.gates import LOG2_E, by_channel
-from rewy.backends.cuda.hopper import clear_tail, tiled
+from rewy.backends.cuda.hopper import clear_tail, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import exponent_limit
 from rewy.problem import Gate, Operands, Problem
@@ -137,7 +137,7 @@ def centred_keys(
     ds_s = gl.allocate_shared_memory(dtype, [BK, V], ds.layout)
     before, after, within = barrier(), barrier(), barrier()
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.expect(before, 2 * V * (2 * BT + BK))
     tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], before, s_s)
     tma.async_copy_global_to_shared(do, [start, i_hv * V], before, do_s)
@@ -186,7 +186,7 @@ def centred_keys(
         clear_tail(q_s, rows)
         clear_tail(k_s, rows)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     zeros = gl.zeros([BT, BK], gl.float32, acc)
     b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -198,7 +198,7 @@ def centred_keys(
             ss += gl.sum(b_s * ds_s.slice(i * 64, 64, 1).load(flat).to(gl.float32), 1)
         ss = gl.convert_layout(ss, by_column)
     b_dq, b_E, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_dk))
-    gl.thread_barrier()
+    thread_barrier()
 
     # what passes between the chunk's rows, on top of it
     b_k = k_s.load(acc).to(gl.float32)
@@ -228,7 +228,7 @@ def centred_keys(
     elif DECAY:
         b_go = gl.sum(b_k * b_dk, 1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     b_dq = warpgroup_mma(A_s, kn_s, b_dq, is_async=True)
     b_E = warpgroup_mma(L_s, kn_s, b_E, is_async=True)
     b_x = warpgroup_mma(A_s.permute((1, 0)), qp_s, zeros, use_acc=False, is_async=True)
@@ -243,7 +243,7 @@ def centred_keys(
         A_s.store((o_t[:, None] <= o_j[None, :]).to(dtype))
         L_s.store((o_t[:, None] > o_j[None, :]).to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_dg = zeros + gl.expand_dims(exp(b_Gl) * ss, 0)
         b_dg = warpgroup_mma(A_s, gi_s.index(1), b_dg, is_async=True)
         b_dg = warpgroup_mma(L_s, go_s.index(1), b_dg, is_async=True)
@@ -276,7 +276,7 @@ def centred_keys(
             q_s.store(b_dq.to(dtype))
             k_s.store(b_dk.to(dtype))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             tma.async_copy_shared_to_global(dq, [start, i_hv * K + i_k * BK], q_s)
             tma.async_copy_shared_to_global(dk, [start, i_hv * K + i_k * BK], k_s)
     else:

@@ -19,9 +19,9 @@ from rewy.problem import Gate, Problem
 
 HOPPER = (9, 0)
 
-# Gluon is part of Triton from 3.5 on, with what `hopper` needs of it from 3.6 on.
+# Gluon is experimental and changes with Triton: these versions compile the kernels that are written in it.
 GLUON = (
-    tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
     and find_spec("triton.experimental.gluon") is not None
 )
 
