@@ -32,7 +32,7 @@ def exp(x):
     return tl.exp2(x * LOG2_E)
 
 
-# How many times one number is stored for the copy engine, which brings 128 bytes at least.
+# How many times one number is stored for the copy engine: what it brings begins at multiples of 128 bytes.
 LANES = tl.constexpr(32)
 
 # e^-110 is 0 in fp32. Flooring the gate there changes no result, and a token that forgets everything

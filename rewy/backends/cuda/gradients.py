@@ -384,27 +384,27 @@ def gradients(
         num_stages=tiles.scores.stages,
         maxnreg=tiles.scores.registers,
     ).run()
-    common |= dict(dq=dq, dk=dk, dg=dg, db=db)
+    common |= dict(
+        q=x.q, k=x.k, s=s, ds=ds, dq=dq, dk=dk, dg=dg, db=db, TOKENS=p.B * p.T, H=p.H, K=p.K,
+        CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
+        CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
+        LIMIT=exponent_limit(p),
+    )  # fmt: skip
+    grid = (chunks.count * p.HV * NK,)
     for far in reaches(p):
         if tiles.keys_on_hopper and not far:
             from rewy.backends.cuda import hopper_gradients  # needs Gluon
 
-            hopper_gradients.keys(p, x, s, ds, chunks, common)
+            hopper_gradients.keys(p, grid, common)
             continue
         Launch(
             key_gradients,
-            grid=(chunks.count * p.HV * NK,),
-            args=common
-            | dict(
-                q=x.q, k=x.k, s=s, ds=ds, TOKENS=p.B * p.T, H=p.H, K=p.K,
-                CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
-                CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
-                FAR=far, LIMIT=exponent_limit(p), BK=tiles.keys.BK, BV=tiles.keys.BV,
-            ),
+            grid,
+            args=common | dict(FAR=far, BK=tiles.keys.BK, BV=tiles.keys.BV),
             num_warps=tiles.keys.warps,
             num_stages=tiles.keys.stages,
             maxnreg=tiles.keys.registers,
-        ).run()  # fmt: skip
+        ).run()
     if p.group > 1:
         dq, dk = (t.view(p.B, p.T, p.H, p.group, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
     if scalar_erase:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,12 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rewy.backends.cuda.chunks import Chunks
-from rewy.backends.cuda.gates import LOG2_E, by_channel
+from rewy.backends.cuda.gates import LOG2_E
 from rewy.backends.cuda.hopper import clear_tail, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
-from rewy.backends.cuda.pairs import exponent_limit
-from rewy.problem import Gate, Operands, Problem
+from rewy.problem import Problem
 
 SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multiprocessor
 
@@ -298,35 +295,18 @@ def centred_keys(
     s_s._keep_alive()
 
 
-def keys(
-    problem: Problem, x: Operands, s: Tensor, ds: Tensor, chunks: Chunks, made: Mapping[str, Any]
-) -> None:
-    """The gradients of keys and gates of all chunks that can be centred, as `gradients.key_gradients` has them.
-
-    s and ds are [NC,HV,K,V]; `made` has the arguments of that kernel which `gradients.gradients` shares between
-    its launches.
-    """
-    p, C = problem, chunks.size
+def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
+    """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
+    p, C = problem, problem.chunk_size
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
-    args = dict(
-        q=tiled(x.q, p.H * p.K),
-        k=tiled(x.k, p.H * p.K),
+    args = {name: arg for name, arg in made.items() if name != "PRECISION"} | dict(
+        q=tiled(made["q"], p.H * p.K),
+        k=tiled(made["k"], p.H * p.K),
         do=tiled(made["do"], p.HV * p.V, columns=p.V),
-        u=tiled(made["u"], p.V, columns=p.V),
-        dr=tiled(made["dr"], p.V, columns=p.V),
-        s=tiled(s, p.V, columns=p.V),
-        ds=tiled(ds, p.V, columns=p.V),
-        dA=tiled(made["dA"], C),
-        dL=tiled(made["dL"], C),
-        b=x.erase, G=made["G"], diagonal=made["diagonal"],
-        dq=tiled(made["dq"], p.HV * p.K) if copied else None,
-        dk=tiled(made["dk"], p.HV * p.K) if copied else None,
-        p_dq=made["dq"], p_dk=made["dk"], dg=made["dg"], db=made["db"], table=chunks.table,
-        scale=p.scale, T=p.T, TOKENS=p.B * p.T, H=p.H, HV=p.HV, K=p.K, V=p.V,
-        BY_CHANNEL=by_channel(p),
-        CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
-        CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
-        LIMIT=exponent_limit(p),
-        BT=C,
-    )  # fmt: skip
-    Launch(centred_keys, (chunks.count * p.HV * p.K // 64,), args).run()
+        **{name: tiled(made[name], p.V, columns=p.V) for name in ("u", "dr", "s", "ds")},
+        **{name: tiled(made[name], C) for name in ("dA", "dL")},
+        **{name: tiled(made[name], p.HV * p.K) if copied else None for name in ("dq", "dk")},
+        p_dq=made["dq"],
+        p_dk=made["dk"],
+    )
+    Launch(centred_keys, grid, args).run()

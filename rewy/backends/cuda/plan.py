@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -78,6 +78,7 @@ class Plan:
         return replace(self, outputs=plain, states=plain, reverse=plain, keys_on_hopper=False)
 
 
+@lru_cache(maxsize=256)
 def plan(problem: Problem, limits: Limits) -> Plan:
     wide = problem.dtype is torch.float32
     K, V = padded(problem)

@@ -81,8 +81,8 @@ class Parts(NamedTuple):
     problem: Problem
     chunks: Chunks
     per_sequence: int
-    M: Tensor  # [N·count,HV,K,K]
-    starts: Tensor  # [N·count,HV,K,V]
+    M: Tensor  # [N·per_sequence,HV,K,K]
+    starts: Tensor  # [N·per_sequence,HV,K,V]
 
 
 def parts(problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Plan) -> Parts:
