@@ -214,7 +214,9 @@ def _prepare(
 def _under_autocast(x: Operands) -> Operands:
     """q, k and v in the autocast dtype, as for any matrix product; gates and states keep theirs."""
     kind = x.q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # which torch 2.11 cannot trace
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if not known or not torch.is_autocast_enabled(kind):
         return x
     dtype = torch.get_autocast_dtype(kind)
     cast = {

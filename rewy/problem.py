@@ -37,6 +37,9 @@ class Algebra(enum.Enum):
     AUTOGRAD = "autograd"
 
 
+ALGEBRAS = tuple(algebra.value for algebra in Algebra)  # torch.compile does not trace through an enumeration
+
+
 @dataclass(frozen=True)
 class Operator:
     """One row of the table: which kind of gate decays, erases and writes.
@@ -168,8 +171,8 @@ def describe(x: Operands, options: Options) -> Problem:
     _check_shapes(x)
     if not isinstance(options.chunk_size, int) or options.chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {_or(CHUNK_SIZES)}, got {options.chunk_size!r}")
-    if options.algebra not in [a.value for a in Algebra]:
-        raise ValueError(f"algebra must be one of {_or(a.value for a in Algebra)}, got {options.algebra!r}")
+    if options.algebra not in ALGEBRAS:
+        raise ValueError(f"algebra must be one of {_or(ALGEBRAS)}, got {options.algebra!r}")
     if x.cu_seqlens is not None:
         _check_offsets(x)
     elif x.cu_seqlens_cpu is not None:

@@ -42,12 +42,12 @@ from rewy.problem import OPERATORS, Gate, Operands, Options, Problem, problem_of
 TENSOR_MEMORY = 512  # columns, on sm_100
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Bytes a kernel may spill in 16 bits on Hopper. `forward_pass`: addresses that only a sequence's last, partial chunk
-# uses. `centred_keys` and `pair_scores`: faster so than with smaller tiles or fewer programs on a multiprocessor
+# uses. `channel_keys` and `pair_scores`: faster so than with smaller tiles or fewer programs on a multiprocessor
 # (docs/performance-log.md). `key_gradients`, `wy_gradients`: by channel, for rare chunks and for comparison.
 SPILLS = {
     "forward_pass": 80,
-    "centred_keys": 304,
-    "pair_scores": 608,
+    "channel_keys": 104,
+    "pair_scores": 648,
     "score_gradients": 32,
     "key_gradients": 2344,
     "wy_gradients": 592,
@@ -68,10 +68,12 @@ class Case:
     T: int = 4096
     H: int = 32
     HV: int = 32
+    parts: int = 1
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         extra = [f"C{self.chunk_size}"] + ["packed"] * self.varlen + ["grouped"] * (self.HV != self.H)
+        extra += [f"{self.parts} parts"] * (self.parts > 1)
         return f"{self.operator} {dtype} {self.K}x{self.V} {' '.join(extra)} {self.algebra}"
 
     def problem(self) -> tuple[Problem, Operands]:
@@ -112,11 +114,14 @@ def cases() -> Iterator[Case]:
         yield Case(op, bf16, 128, 128, chunk_size=16)
         yield Case(op, bf16, 128, 128, chunk_size=32)
         yield Case(op, bf16, 128, 128, varlen=True, H=8)
+        for K, V in (128, 128), (64, 64), (100, 80):
+            yield Case(op, bf16, K, V, parts=8)
+        yield Case(op, bf16, 128, 128, varlen=True, H=8, parts=8)
 
 
 def attention(case: Case, limits: Limits) -> None:
     """Forward, backward and decoding of one case, where the backend takes it."""
-    backend = CudaBackend(planner=lambda problem, _: plan(problem, limits))
+    backend = CudaBackend(planner=lambda problem, _: replace(plan(problem, limits), parts=case.parts))
     problem, x = case.problem()
     if backend.supports(problem)[0]:
         o, final_state, kept = backend.forward(problem, x, training=True)

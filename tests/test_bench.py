@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +167,27 @@ def test_a_contestant_that_tunes_meets_the_real_size_first(
     assert [row.status for row in rows] == ["ok"] * 4
     assert met[0] == 300 and min(met) == 176
     assert met.index(400) > met.index(176)  # one kind of case, tuned once
+
+
+def test_gradients_that_differ_at_the_timed_size_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LateWrong(Wrong):
+        """Right where it is checked."""
+
+        def prepare(self, case: Any, x: Any) -> Any:
+            return super().prepare(case, x) if case.T > 176 else Rewy.prepare(self, case, x)
+
+    monkeypatch.setitem(CONTESTANTS, "late", LateWrong())
+    shapes = [{"T": T, "H": 1, "K": 16, "V": 16} for T in (100, 300)]
+    names = ["rewy", "rewy-conventional", "late"]
+    _, rows = run(tmp_path / FILE, config(contestants=names, shapes=shapes))
+    assert all(row.status == "ok" and row.time for row in rows)
+    told = "at this size, relative distance from rewy dk 5.0e-02"
+    assert {(row.contestant, row.level, row.shape, row.reason) for row in rows if row.reason} == {
+        ("late", "backward", "1×300 H1 K16", told)
+    }
+    assert f"- late: ok (GDN 1×300 H1 K16): {told}" in tables.report([results.load(tmp_path / FILE)])
 
 
 @pytest.mark.usefixtures("planted")
@@ -554,11 +579,47 @@ def test_compiling_ahead_leaves_no_cold_start_to_be_seen(tmp_path: Path) -> None
         tmp_path / FILE, command="test", say=said.append, workers=2,
     )  # fmt: skip
     assert outcome.finished == 1
-    assert (
-        said[0] == "compiling 1 kinds of case in 2 processes"
-    )  # once for both labels, not for who is absent
+    assert said[0] == "compiling for 1 cases in 2 processes"  # once for both labels, not for who is absent
     assert re.fullmatch(r"  \d+ s", said[1])
     assert [row.cold_s for row in results.load(tmp_path / FILE).rows] == [None] * 3
+
+
+def test_the_checks_sizes_are_compiled_ahead_too() -> None:
+    shapes = [{"B": 4, "T": T, "H": 1, "K": 16, "V": 16} for T in (300, 400)]
+    chosen = config(contestants=["rewy", "rewy#2", "fla"], baseline="rewy", shapes=shapes)
+    points = harness.plan(chosen)
+    asked = harness._to_compile(chosen, points, CPU)
+    assert [(name, case.B, case.T) for name, case in asked] == [
+        ("rewy", 4, 300), ("rewy", 2, 176), ("rewy", 4, 400),
+    ]  # fmt: skip
+    case = Case.of(chosen, "kda", chosen.shapes[0], CPU)
+    assert [needed.B for needed in CONTESTANTS["fla"].to_compile(case)] == [4, 2]
+
+
+def test_a_task_in_a_process_of_its_own_may_print() -> None:
+    code = """
+import os
+from rewy.bench import cold
+def task(a, b):
+    print("from Python", flush=True)
+    os.system("echo from a compiler")
+    return [a, b]
+cold._answer(task)
+"""
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(("x", "y")), capture_output=True)
+    assert json.loads(done.stdout) == ["x", "y"]
+    assert done.stderr.split(b"\n")[:2] == [b"from Python", b"from a compiler"]
+
+
+def test_the_h200_script_compiles_on_all_cores() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "bench_h200.sh"
+
+    def said(*command: str, **environment: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+        return subprocess.check_output(command, env=inherited | environment, text=True)
+
+    command = said("bash", str(script), "out", PYTHON="echo", OMP_NUM_THREADS="1")
+    assert command.endswith(f"--time-limit 540 --workers {said('nproc')}")
 
 
 def test_the_first_cold_start_stays() -> None:

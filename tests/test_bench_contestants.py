@@ -7,6 +7,7 @@ offsets, and which gradient is which. Whether a real package is right is what th
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -156,6 +157,57 @@ def test_a_package_that_fails_to_import_says_how(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_peers_decline(name: str, operator: str, changes: dict[str, int], reason: str | None) -> None:
     assert CONTESTANTS[name].declines(case_of(operator, packed=False, **changes)) == reason
+
+
+@pytest.mark.usefixtures("packages")
+def test_flashqla_compiles_once_for_its_two_operators() -> None:
+    flashqla = CONTESTANTS["flashqla"]
+    delta, gated = (case_of(op, packed=False, T=400) for op in OPERATORS[:2])
+    assert flashqla.kind(delta) == flashqla.kind(gated) == gated
+
+
+def test_rewy_plain_says_why_not() -> None:
+    if not torch.cuda.is_available():
+        assert CONTESTANTS["rewy-plain"].absent(CPU) is not None
+    assert CONTESTANTS["rewy-plain"].declines(case_of("kda", packed=False)) is not None
+
+
+COMPILING = """
+import torch
+from rewy.backends.cuda import launch, plan
+from rewy.bench.config import Config
+from rewy.bench.contestants import CONTESTANTS
+from rewy.bench.workload import Case
+
+plan.limits_of = lambda device: plan.Limits(shared=227 * 1024, capability=(9, 0))
+compiled = []
+launch.Launch.compile = lambda one: compiled.append(one)
+config = Config.model_validate({
+    "title": "offline", "device": "cuda", "dtype": "bfloat16", "levels": ["backward"],
+    "contestants": ["rewy"], "baseline": "rewy", "shapes": [{"T": T, "H": 32} for T in (176, 1 << 20)],
+})
+gluon = {}
+for name in ("rewy", "rewy-plain", "rewy-conventional"):
+    small, large = (Case.of(config, "kda", shape, torch.device("cuda")) for shape in config.shapes)
+    contestant, met = CONTESTANTS[name], {}
+    assert contestant.to_compile(large) == (large, small)
+    compiled.clear()
+    contestant.compile(large, lambda what: met.setdefault(what, len(met)) % 2 == 0)
+    half = len(compiled)
+    contestant.compile(large, lambda what: met.setdefault(what, len(met)) % 2 == 1)
+    assert 0 < half < len(compiled)
+    gluon[name] = {one.name for one in compiled if one.kernel.is_gluon()}
+assert gluon["rewy"] == {"forward_pass", "reverse_pass", "channel_keys"}
+assert gluon["rewy-plain"] == set()
+assert gluon["rewy-conventional"] == {"forward_pass"}  # which is not in its backward
+"""
+
+
+def test_rewy_compiles_for_any_size_without_a_device_and_rewy_plain_without_gluon() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_devices_of_peers() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rewy.bench.clock import Clock, survived
 from rewy.bench.contestants import CONTESTANTS, Contestant, first_line, gradients, leaves
 from rewy.bench.workload import Case
-from rewy.problem import Operands
+from rewy.problem import Gradients, Operands
 from rewy.testing import budgets, errors, exact
 
 
@@ -40,7 +39,7 @@ class Oracle:
     @classmethod
     def of(cls, case: Case, seed: int) -> Oracle:
         case = case.small()
-        x, do, dht = inputs_of(case, seed)
+        x, do, dht = case.inputs(seed)
         at_home = (x, do, dht)
         if case.device.type == "npu":  # which has no fp64 to speak of
             moved = x._replace(**{name: t.cpu() for name, t in x._asdict().items() if t is not None})
@@ -49,13 +48,6 @@ class Oracle:
         if not case.initial_state:  # then nobody is asked for the final ones
             del expected["ht"]
         return cls(case, x, do, dht, expected, budgets(*at_home, expected, case.scale))
-
-
-def inputs_of(case: Case, seed: int) -> tuple[Operands, Tensor, Tensor | None]:
-    """Operands, the gradient of o, and that of the final states where the case has states."""
-    x = case.operands(seed)
-    dht = None if x.initial_state is None else 0.5 * torch.ones_like(x.initial_state)
-    return x, case.output_gradient(seed + 1), dht
 
 
 def check(name: str, level: str, oracle: Oracle, clock: Clock) -> Verdict:
@@ -94,10 +86,30 @@ def run(
         grads = contestant.prepare(case, x)(do, dht)
     else:
         grads = gradients(traced, o, ht, do, dht)
-    found = {"o": o, "ht": ht} | {f"d{name}": grad for name, grad in grads._asdict().items()}
-    if not case.initial_state:  # whoever returns final states unasked
-        del found["ht"]
-    found["dh0"] = found.pop("dinitial_state")
-    if x.write is None:
-        found["dbeta"] = found.pop("derase")
-    return {name: t.detach() for name, t in found.items() if t is not None}
+    found = {"o": o.detach()} | named(grads, case)
+    if case.initial_state and ht is not None:  # else whoever returns final states does so unasked
+        found["ht"] = ht.detach()
+    return found
+
+
+def named(grads: Gradients, case: Case) -> dict[str, Tensor]:
+    """Gradients as budgets and tables call them."""
+    names = {"erase": "dbeta" if case.operator.tied else "derase", "initial_state": "dh0"}
+    found = grads._asdict().items()
+    return {names.get(name, f"d{name}"): t.detach() for name, t in found if t is not None}
+
+
+def apart(grads: Gradients, others: Gradients, oracle: Oracle) -> str:
+    """Where two contestants differ by more than both may err, at a size that has no oracle; else nothing."""
+    ours, theirs = (named(g, oracle.case) for g in (grads, others))
+    distances = {
+        name: float((ours[name].float() - t.float()).norm() / t.float().norm())
+        for name, t in theirs.items()
+        if name in ours
+    }
+    over = [
+        f"{name} {distance:.1e}"
+        for name, distance in distances.items()
+        if not distance <= 2 * oracle.budget[name]
+    ]
+    return ", ".join(over)

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rewy.bench.check import inputs_of, run
+from rewy.bench.check import run
 from rewy.bench.clock import clock_for
 from rewy.bench.config import load
 from rewy.bench.contestants import CONTESTANTS, first_line, split_label
@@ -49,17 +49,20 @@ class ColdStarts:
         return self.seconds.get(kind)
 
     def compile_ahead(
-        self, kinds: Iterable[Kind], workers: int, deadline: float | None, say: Callable[[str], None]
+        self,
+        asked: list[tuple[str, Case]],
+        workers: int,
+        deadline: float | None,
+        say: Callable[[str], None],
     ) -> None:
-        """Compiles what these kinds need in `workers` processes, which leaves no cold start to be seen."""
-        self.seconds |= dict.fromkeys(kinds)
+        """Compiles what contestants need for cases in `workers` processes, which leaves no cold start to be seen."""
+        self.seconds |= {kind_of(name, case): None for name, case in asked}
         start = time.monotonic()
         # Half of the time is for measuring.
         limit = None if deadline is None else max(0.0, (deadline - start) / 2)
-        say(f"compiling {len(self.seconds)} kinds of case in {workers} processes")
-        kinds = list(self.seconds)
+        say(f"compiling for {len(asked)} cases in {workers} processes")
         with ThreadPoolExecutor(workers) as pool:
-            jobs = [pool.submit(_in_process, "compile", (kinds, i, workers), limit) for i in range(workers)]
+            jobs = [pool.submit(_in_process, "compile", (asked, i, workers), limit) for i in range(workers)]
             found = [job.result() for job in jobs]
         for line in sorted({line for failures in found for line in failures}):
             say(f"  {line}")
@@ -70,7 +73,7 @@ def _in_process(task: str, arguments: Any, limit: float | None, **environment: s
     """Lines that the task prints in a process of its own; the end of its story if that went wrong."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"from rewy.bench import cold; cold._{task}()"],
+            [sys.executable, "-c", f"from rewy.bench import cold; cold._answer(cold._{task})"],
             input=pickle.dumps(arguments),
             capture_output=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -81,43 +84,47 @@ def _in_process(task: str, arguments: Any, limit: float | None, **environment: s
     if done.returncode:
         story = done.stderr.decode().strip().splitlines() or [f"status {done.returncode}"]
         return [f"{task}: {story[-1]}"]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout)
 
 
-def _compile() -> None:
-    """Every `of`-th thing that the kinds on standard input need, in an order that all processes share."""
-    kinds, mine, of = pickle.load(sys.stdin.buffer)
+def _answer(task: Callable[..., list[str]]) -> None:
+    """Does the task on standard input; its lines have standard output for themselves, whatever libraries print."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with answer:
+        json.dump(task(*pickle.load(sys.stdin.buffer)), answer)
+
+
+def _compile(asked: list[tuple[str, Case]], mine: int, of: int) -> list[str]:
+    """Every `of`-th thing that the cases need, in an order that all processes share."""
     seen: dict[str, int] = {}
     failures = []
 
     def is_mine(what: str) -> bool:
         return seen.setdefault(what, len(seen)) % of == mine
 
-    for name, case in kinds:
+    for name, case in asked:
         adaptor = CONTESTANTS[name]
         try:
             if reason := adaptor.absent(case.device):
                 raise RuntimeError(reason)
-            adaptor.compile(case, *inputs_of(case, seed=0), is_mine)
+            adaptor.compile(case, is_mine)
         except Exception as e:  # the check in the measuring process meets it again, and says what it means
             failures.append(f"{name}, {case.operator.title}: {type(e).__name__}: {first_line(e)}")
-    print(json.dumps(failures))
+    return failures
 
 
-def _start() -> None:
-    """One cold start, of the kind on standard input."""
-    name, case = pickle.load(sys.stdin.buffer)
+def _start(name: str, case: Case) -> list[str]:
+    """One cold start."""
     adaptor, clock = CONTESTANTS[name], clock_for(case.device.type)
-    reason = adaptor.absent(case.device) or adaptor.declines(case)
-    if reason:
-        print(json.dumps([reason]))
-        return
-    inputs = inputs_of(case, seed=0)
+    if reason := adaptor.absent(case.device) or adaptor.declines(case):
+        return [reason]
+    inputs = case.inputs(seed=0)
     clock.wait()
     start = time.perf_counter()
     run(adaptor, case, "autograd", *inputs)
     clock.wait()
-    print(json.dumps([f"{time.perf_counter() - start:.1f} s"]))
+    return [f"{time.perf_counter() - start:.1f} s"]
 
 
 def main(path: str, *contestants: str) -> None:

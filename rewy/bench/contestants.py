@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from rewy import dispatch
-from rewy.problem import Algebra, Gradients, Operands, Options, Problem
+from rewy.problem import OPERATORS, Algebra, Gradients, Operands, Options, Problem
 
 if TYPE_CHECKING:
     from rewy.bench.workload import Case
@@ -72,8 +72,12 @@ class Contestant(ABC):
         """(o, final state if asked for) through the public function."""
 
     def kind(self, case: Case) -> Case:
-        """A small case that compiles what this one needs; cases of one kind share a cold start."""
+        """A case, small if possible, that stands for this one: those of one kind share a cold start."""
         return replace(case.small(), B=1)
+
+    def to_compile(self, case: Case) -> tuple[Case, ...]:
+        """Cases that together compile what this one and its check need."""
+        return self.kind(case), self.kind(case.small())
 
     def prepare(self, case: Case, x: Operands) -> Backward:
         """Runs the forward and returns the backward alone; it may be called again and again."""
@@ -81,12 +85,13 @@ class Contestant(ABC):
         o, ht = self.call(case, x, case.initial_state)
         return lambda do, dht: gradients(x, o, ht, do, dht, retain_graph=True)
 
-    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
+    def compile(self, case: Case, mine: Mine) -> None:
         """Fills the compiler's cache with what falls to this process; results are of no interest.
 
         Who cannot compile without running, or a part of it, runs the whole case as one thing.
         """
         if mine(f"{type(self).__name__} {case}"):
+            x, do, dht = case.inputs(seed=0)
             self.prepare(case, x)(do, dht)
             traced = leaves(x)
             o, ht = self.call(case, traced, case.initial_state)
@@ -135,15 +140,27 @@ class Rewy(Contestant):
         _, _, kept = backend.forward(problem, x, True)
         return lambda do, dht: backend.backward(problem, x, kept, do, dht)
 
-    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
-        if self._backend(case.device) != "cuda":
-            return  # compiled when it was installed, or plain torch
-        from rewy.backends.cuda.launch import recording
+    def to_compile(self, case: Case) -> tuple[Case, ...]:
+        return case, case.small()  # what the plan takes for long sequences, a small case does not need
 
+    def compile(self, case: Case, mine: Mine) -> None:
+        backend = dispatch.load(self._backend(case.device))
+        if backend.name != "cuda":
+            return  # compiled when it was installed, or plain torch
+        from rewy.backends.cuda.backend import CudaBackend
+        from rewy.backends.cuda.launch import recording
+        from rewy.backends.cuda.plan import limits_of
+
+        planner, limits = cast(CudaBackend, backend).planner, limits_of(case.device)
+        elsewhere = CudaBackend(planner=lambda problem, _: planner(problem, limits))
+        case = replace(case, device=torch.device("meta"))  # where tensors of any size cost nothing
+        problem, (x, do, dht) = self._problem(case), case.inputs(seed=0)
         with recording() as launches:
-            self.prepare(case, x)(do, dht)
+            *_, kept = elsewhere.forward(problem, x, True)
+            elsewhere.backward(problem, x, kept, do, dht)
         for launch in launches:
-            if mine(str(launch.signature)):
+            any_value = launch.kernel.do_not_specialize  # a length, which makes no other kernel
+            if mine(str([part for part in launch.signature if part[0] not in any_value])):
                 launch.compile()
 
     def _backend(self, device: torch.device) -> str:
@@ -203,7 +220,8 @@ class Fla(Package):
     def kind(self, case: Case) -> Case:
         return replace(case.small(), B=case.B)  # B is compiled into its cumulative sums
 
-    def compile(self, case: Case, x: Operands, do: Tensor, dht: Tensor | None, mine: Mine) -> None:
+    def compile(self, case: Case, mine: Mine) -> None:
+        x, do, dht = case.inputs(seed=0)
         with compiling_only(mine):
             self.prepare(case, x)(do, dht)
 
@@ -345,7 +363,8 @@ class FlashQla(Package):
     devices = ("cuda",)
 
     def kind(self, case: Case) -> Case:
-        return case  # whether it splits a sequence, with kernels of their own, depends on the length
+        # Whether it splits a sequence, with kernels of their own, depends on the length.
+        return replace(case, operator=OPERATORS["gated_delta_rule"])
 
     def declines(self, case: Case) -> str | None:
         if case.operator.name not in ("delta_rule", "gated_delta_rule"):
@@ -452,9 +471,12 @@ class FlaNpu(Package):
         return backward
 
 
+dispatch.MODULES["cuda-plain"] = "rewy.bench.plain"
+
 CONTESTANTS: dict[str, Contestant] = {
     "rewy": Rewy(),
     "rewy-conventional": Rewy(algebra="conventional"),
+    "rewy-plain": Rewy(backend="cuda-plain"),
     "reference": Rewy(backend="reference"),
     "reference-conventional": Rewy(algebra="conventional", backend="reference"),
     "reference-autograd": Rewy(algebra="autograd", backend="reference"),

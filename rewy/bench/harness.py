@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from rewy.bench import model, results
-from rewy.bench.check import Oracle, Verdict, check, inputs_of
+from rewy.bench.check import Oracle, Verdict, apart, check
 from rewy.bench.check import run as run_once
 from rewy.bench.clock import Clock, ceilings, clock_for, module_of, survived
 from rewy.bench.cold import ColdStarts, Kind, kind_of
@@ -22,6 +22,7 @@ from rewy.bench.contestants import CONTESTANTS, first_line, split_label, switche
 from rewy.bench.levels import SAMPLERS, Inputs, Sampler, calls_a_round, input_sets, take_turns
 from rewy.bench.results import Row
 from rewy.bench.workload import Case
+from rewy.problem import Gradients
 
 Say = Callable[[str], None]
 
@@ -102,7 +103,7 @@ def run(
     progress(finished)
     try:
         if workers:
-            cold.compile_ahead(_kinds(config, left, clock.device), workers, deadline, say)
+            cold.compile_ahead(_to_compile(config, left, clock.device), workers, deadline, say)
         harness = Harness(config, clock, cold)
         gc.collect()
         gc.freeze()  # modules and kernels stay: looking through them at every point takes longer than measuring it
@@ -163,14 +164,14 @@ def _refusal(name: str, case: Case) -> str | None:
     return adaptor.absent(case.device) or adaptor.declines(case)
 
 
-def _kinds(config: Config, points: list[Point], device: torch.device) -> list[Kind]:
-    """What the points ask their contestants to compile, each once and in their order."""
-    found: dict[Kind, None] = {}
+def _to_compile(config: Config, points: list[Point], device: torch.device) -> list[tuple[str, Case]]:
+    """Contestants and cases that compile what the points need, each once and in their order."""
+    found: dict[tuple[str, Case], None] = {}
     for point in points:
         case = _case(config, point, device)
         for name in dict.fromkeys(map(split_label, point.contestants)):
             if _refusal(name, case) is None:
-                found[kind_of(name, case)] = None
+                found |= dict.fromkeys((name, needed) for needed in CONTESTANTS[name].to_compile(case))
     return list(found)
 
 
@@ -228,7 +229,7 @@ class Harness:
         self.tuned.add(key)
         try:
             start = time.perf_counter()
-            run_once(adaptor, case, level, *inputs_of(case, self.config.seed))
+            run_once(adaptor, case, level, *case.inputs(self.config.seed))
             self.clock.wait()
             return time.perf_counter() - start
         except Exception as e:  # the check meets the same failure, or the point does not fit and is skipped
@@ -252,6 +253,7 @@ class Harness:
         inputs = Inputs.of(case, self.clock, self.config.seed)
         samplers: dict[str, Sampler] = {}
         calls: dict[str, int] = {}
+        first: tuple[str, Gradients] | None = None
         for c, row in rows.items():
             name = split_label(c)
             each = self._verdict(name, level, case).bytes_per_token * case.tokens
@@ -262,7 +264,11 @@ class Harness:
             try:
                 sampler = SAMPLERS[level](CONTESTANTS[name], inputs, self.clock)
                 calls[c] = calls_a_round(sampler, self.config.timing, self.clock)
-                rows[c] = replace(row, workspace=sampler.workspace())
+                grads, workspace = sampler.gradients()
+                first = first or (c, grads)
+                reason = apart(grads, first[1], self.oracles[case.small()])
+                reason = f"at this size, relative distance from {first[0]} {reason}" if reason else ""
+                rows[c] = replace(row, workspace=workspace, reason=reason)
                 samplers[c] = sampler
             except Exception as e:  # one contestant's failure is a finding about it; the others go on
                 survived(self.clock, e, c)

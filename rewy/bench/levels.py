@@ -68,8 +68,8 @@ class Sampler:
         """Runs the measured calls; the marks around the backward come last."""
         raise NotImplementedError
 
-    def workspace(self) -> int:
-        """Peak bytes of the backward above its inputs and the gradients it returns."""
+    def gradients(self) -> tuple[Gradients, int]:
+        """Those of the first input set, and the peak bytes of the backward above its inputs and them."""
         raise NotImplementedError
 
     def spreads(self) -> tuple[Spread, Spread | None]:
@@ -96,9 +96,9 @@ class BackwardSampler(Sampler):
         self.backwards[i](self.inputs.grads[i], None)
         return start, self.clock.mark()
 
-    def workspace(self) -> int:
+    def gradients(self) -> tuple[Gradients, int]:
         grads, peak = self.clock.peak(tuple, lambda: self.backwards[0](self.inputs.grads[0], None))
-        return max(0, peak - nbytes(grads))
+        return grads, max(0, peak - nbytes(grads))
 
 
 class AutogradSampler(Sampler):
@@ -115,7 +115,7 @@ class AutogradSampler(Sampler):
         gradients(x, o, None, self.inputs.grads[i], None)
         return start, middle, self.clock.mark()
 
-    def workspace(self) -> int:
+    def gradients(self) -> tuple[Gradients, int]:
         def forward() -> tuple[Operands, Tensor]:
             (x,) = self.arguments(0)
             return x, self.contestant.call(self.inputs.case, x, False)[0]
@@ -124,7 +124,7 @@ class AutogradSampler(Sampler):
             return gradients(x, o, None, self.inputs.grads[0], None)
 
         grads, peak = self.clock.peak(forward, backward)
-        return max(0, peak - nbytes(grads))
+        return grads, max(0, peak - nbytes(grads))
 
 
 SAMPLERS: dict[str, Callable[[Contestant, Inputs, Clock], Sampler]] = {

@@ -198,9 +198,10 @@ class Trainer:
         torch.manual_seed(seed)
         self.case, self.run, self.clock, self.seed = case, run, clock, seed
         self.stopwatch = Stopwatch(lambda x: contestant.call(case, x, False)[0], clock)
-        self.model = Decoder(case.operator, SIZES[run.size], grid.vocabulary, self.stopwatch).to(case.device)
+        with case.device:  # made there: a host's core takes seconds to draw so many numbers
+            self.model = Decoder(case.operator, SIZES[run.size], grid.vocabulary, self.stopwatch)
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=case.device.type == "cuda")
-        self.corpus = corpus()
+        self.corpus = corpus().to(case.device)  # no copy of a batch that the host would wait for
         self.losses: list[Tensor] = []
 
     def step(self) -> None:
@@ -225,7 +226,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.seed + index)
         T = self.run.T
         starts = torch.randint(len(self.corpus) - T - 1, (self.run.B,), generator=generator)
-        text = torch.stack([self.corpus[s : s + T + 1] for s in starts.tolist()]).long().to(self.case.device)
+        text = torch.stack([self.corpus[s : s + T + 1] for s in starts.tolist()]).long()
         return text[:, :-1], text[:, 1:]
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -89,7 +89,7 @@ class Case:
 
     def operands(self, seed: int) -> Operands:
         """Unit keys and queries, gates near 1 and a non-zero state if any, so that the state stays alive."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = self._generator(seed)
 
         def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.randn(shape, generator=generator, device=self.device).to(dtype)
@@ -115,9 +115,18 @@ class Case:
         )
 
     def output_gradient(self, seed: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = self._generator(seed)
         shape = (self.B, self.T, self.HV, self.V)
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+
+    def _generator(self, seed: int) -> torch.Generator | None:
+        return None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
+
+    def inputs(self, seed: int) -> tuple[Operands, Tensor, Tensor | None]:
+        """Operands, the gradient of o, and that of the final states where the case has states."""
+        x = self.operands(seed)
+        dht = None if x.initial_state is None else 0.5 * torch.ones_like(x.initial_state)
+        return x, self.output_gradient(seed + 1), dht
 
     @property
     def floor_bytes(self) -> int:

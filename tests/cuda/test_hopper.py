@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_kernels import results
 from torch import Tensor
 
-from rewy.backends.cuda import gates, pairs, state
+from rewy.backends.cuda import gates, pairs, segments, state
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunks_of
 from rewy.backends.cuda.launch import recording
 from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, Pipeline, Plan, limits_of, plan
 from rewy.problem import OPERATORS, Operands, Options, Problem, problem_of
-from rewy.testing import Case, errors, leaves, make
+from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
     pytest.skip("this Triton has no Gluon to write them in", allow_module_level=True)
@@ -38,6 +39,14 @@ def on_h200(problem: Problem, _: Limits) -> Plan:
     return plan(problem, H200)
 
 
+def in_spans(count: int) -> Callable[[Problem, Limits], Plan]:
+    return lambda problem, _: replace(plan(problem, H200), spans=count)
+
+
+def in_parts(parts: int) -> Callable[[Problem, Limits], Plan]:
+    return lambda problem, _: replace(plan(problem, H200), parts=parts)
+
+
 def shared(problem: Problem, chosen: Plan) -> dict[str, tuple[Pipeline, Callable[[int], int]]]:
     """Of every pass its depth, and the shared memory it takes at any."""
     keep = not problem.recompute
@@ -46,6 +55,26 @@ def shared(problem: Problem, chosen: Plan) -> dict[str, tuple[Pipeline, Callable
         "states": (chosen.states, lambda stages: hopper.forward_shared(problem, stages, output=False, keep=True)),
         "reverse": (chosen.reverse, lambda stages: hopper.reverse_shared(problem, stages)),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, parts",
+    [
+        (dict(H=4, HV=4, T=32768), 8),
+        (dict(H=8, HV=8, T=32768), 8),
+        (dict(H=1, HV=2, T=65536), 16),
+        (dict(H=16, HV=16, T=32768), 4),
+        (dict(H=32, HV=32, T=32768), 1),  # two parts would be more work than one
+        (dict(H=4, HV=4, T=8192), 1),  # too short
+        (dict(H=4, HV=4, T=32768, B=8), 1),
+        (dict(H=4, HV=4, T=32768, K=192), 1),
+    ],
+)
+def test_few_heads_are_walked_in_parts(shape: dict, parts: int) -> None:
+    problem = replace(described(replace(CASE, T=1))[0], **shape)
+    chosen = plan(replace(problem, N=problem.B), H200)
+    assert chosen.parts == parts
+    assert chosen.spans == 1 or parts == 1
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -110,6 +139,36 @@ def test_both_passes_are_launched(lengths: tuple[int, ...] | None) -> None:
     kernels = [launch.kernel for launch in launches]
     assert kernels.count(hopper.forward_pass) == 2 and kernels.count(hopper.reverse_pass) == 1
     assert state.state_forward not in kernels and state.state_reverse not in kernels
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_parts_are_launched_side_by_side(recompute: bool) -> None:
+    """M takes no values; passes that are run for the states between parts alone leave nothing else behind."""
+    problem, x, do, dht = described(CASE)
+    problem = replace(problem, recompute=recompute)
+    backend = CudaBackend(in_parts(8))
+    with recording() as forward:
+        _, _, kept = backend.forward(problem, x, training=True)
+    with recording() as backward:
+        backend.backward(problem, x, kept, do, dht)
+    to_starts = [hopper.forward_pass, hopper.forward_pass, segments.chain_parts]
+    to_ends = [hopper.reverse_pass, segments.chain_parts, hopper.reverse_pass]
+    walked = {hopper.forward_pass, hopper.reverse_pass, segments.chain_parts}
+    forward, backward = (
+        [launch for launch in all_ if launch.kernel in walked] for all_ in (forward, backward)
+    )
+    assert [launch.kernel for launch in forward] == [*to_starts, hopper.forward_pass]
+    again = [*to_starts, hopper.forward_pass] if recompute else to_starts[:1]
+    assert [launch.kernel for launch in backward] == [*again, *to_ends]
+    for launch in (*forward, *backward):
+        assert launch.args["PARTS"] == 8
+        slices = problem.V // (16 if launch.kernel is segments.chain_parts else 64)
+        parts = 1 if launch.kernel is segments.chain_parts else 8
+        assert launch.grid == (problem.N * problem.HV * parts * slices,)
+    for launches in (forward, backward):
+        assert all(launches[0].args[name] is None for name in ("v", "w", "h0", "s", "u", "o"))
+    dN = backward[-3].args
+    assert dN["ds"] is dN["dr"] is None and dN["dh0"] is not None
 
 
 def test_a_write_gate_of_another_dtype_takes_the_plain_passes() -> None:
@@ -220,6 +279,36 @@ def test_as_the_plain_passes(operator: str, keep: bool, change: dict, device: to
 
 @pytest.mark.cuda
 @on_hopper
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize(
+    "change, recompute",
+    [
+        (dict(B=2, T=520, HV=1), True),
+        (dict(T=700, K=64, V=64, lengths=(0, 449, 1, 0, 200)), True),
+        (dict(T=300, V=192, HV=1, initial_state=False, dht=False), False),
+    ],
+    ids=["dense", "packed", "no states"],
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_parts_are_as_exact_as_the_whole(
+    operator: str, change: dict, recompute: bool, parts: int, device: torch.device
+) -> None:
+    """Parts of several chunks, of one and of none, and decays so slow that states pass through many."""
+    case = replace(CASE, operator=operator, gate="GL1000", **change)
+    x, do, dht = make(case)
+    expected = exact(x, do, dht)
+
+    def found(parts: int) -> dict[str, float]:
+        return errors(results(case, device, x, do, dht, CudaBackend(in_parts(parts)), recompute), expected)
+
+    whole, split = found(1), found(parts)
+    assert split == found(parts)
+    over = {name: (e, whole[name]) for name, e in split.items() if not e <= 2 * whole[name]}
+    assert not over, over
+
+
+@pytest.mark.cuda
+@on_hopper
 @pytest.mark.parametrize(
     "change",
     [
@@ -248,3 +337,14 @@ def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.dev
     found, again, plain = gradients(True), gradients(True), gradients(False)
     assert all(torch.equal(t, again[name]) for name, t in found.items())
     assert_rounded_alike(found, plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_spans_change_no_bit(operator: str, device: torch.device) -> None:
+    case = replace(CASE, operator=operator, T=700)
+    x, do, dht = make(case)
+    whole = results(case, device, x, do, dht, CudaBackend(on_h200))
+    for _ in range(3):
+        found = results(case, device, x, do, dht, CudaBackend(in_spans(4)))
+        assert all(torch.equal(t, found[name]) for name, t in whole.items())

@@ -93,8 +93,9 @@ def test_any_decay(operator: str, gate: str, device: torch.device) -> None:
         (dict(T=110, K=20, V=24, lengths=(50, 0, 5, 48)), True),
         (dict(T=40, K=24, initial_state=False, dht=False), True),
         (dict(T=1), True),
+        (dict(T=0), True),
     ],
-    ids=["dense", "packed", "no states", "one token"],
+    ids=["dense", "packed", "no states", "one token", "no tokens"],
 )
 def test_sequences_in_parts(operator: str, change: dict, recompute: bool, device: torch.device) -> None:
     """More parts than chunks, parts of no tokens, and parts that end where chunks do not."""
@@ -204,6 +205,35 @@ def test_kept_states_change_nothing(
     assert all(torch.equal(t, kept[name]) for name, t in again.items())
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    "change", [dict(), dict(T=96, H=2, initial_state=False, dht=False)], ids=["tail", "stateless"]
+)
+def test_spans_change_no_bit(operator: str, change: dict, device: torch.device) -> None:
+    case = replace(SMALL, operator=operator, **(dict(T=100) | change))
+    x, do, dht = make(case)
+    whole = results(case, device, x, do, dht)
+    for spans in (3, 50):
+        backend = CudaBackend(lambda problem, limits, n=spans: replace(plan(problem, limits), spans=n))
+        found = results(case, device, x, do, dht, backend)
+        assert all(torch.equal(t, found[name]) for name, t in whole.items())
+
+
+def test_long_sequences_go_by_spans() -> None:
+    def spans(case: Case, **options: bool) -> int:
+        x = Operands(*(None if t is None else t.to("meta") for t in make(replace(case, T=1))[0]))
+        problem = problem_of(x, Options(1.0, 64, options.get("recompute", True), "rewy"))
+        tokens = dict(T=case.T, varlen=case.lengths is not None)
+        return plan(replace(problem, **tokens), Limits(232448, (9, 0))).spans
+
+    long = Case("kda", B=1, T=32768, H=32, HV=32, K=128, V=128, dtype=torch.bfloat16, initial_state=False)
+    assert spans(long) == 2
+    assert spans(replace(long, T=8 * 32768)) == 16
+    for other in (replace(long, T=8192), replace(long, B=2)):
+        assert spans(other) == 1
+    assert spans(long, recompute=False) == 1
+
+
 def test_the_planner_can_be_replaced(device: torch.device) -> None:
     asked = []
 
@@ -214,7 +244,7 @@ def test_the_planner_can_be_replaced(device: torch.device) -> None:
 
     x, do, dht = make(replace(SMALL, V=32))
     results(SMALL, device, x, do, dht, CudaBackend(planner))
-    assert len(asked) == 2
+    assert len(asked) == 3  # forward, what it keeps, backward
 
 
 @pytest.mark.cuda

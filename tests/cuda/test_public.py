@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_repeats_are_bitwise_equal_next_to_a_busy_stream(operator: str) -> None:
         assert all(torch.equal(t, again[name]) for name, t in first.items())
 
 
+def test_a_thread_that_only_launches() -> None:
+    """As autograd's does when all memory comes from torch's cache: it has no CUDA context of its own yet."""
+    torch.use_deterministic_algorithms(False)  # which would fill fresh memory
+    x = make(case("delta_rule"))[0]
+    x = Operands(*(None if t is None else t.cuda() for t in x))
+    results: list[torch.Tensor] = []
+
+    def call() -> None:
+        results.append(rewy.delta_attention(**arguments(x))[0])
+
+    with torch.no_grad():
+        call()
+        thread = threading.Thread(target=torch.no_grad()(call))
+        thread.start()
+        thread.join()
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_lies_around_the_operands_is_not_read(operator: str) -> None:
     c = case(operator, K=48, V=40, T=77)
@@ -140,11 +159,12 @@ def test_cuda_graph_replays_forward_and_backward(operator: str, packed: bool) ->
     c = case(operator, PACKED if packed else SMALL)
     x, do, _ = make(c)
     x, do = leaves(x, "cuda"), do.cuda()
-    inputs = [t for t in x[:7] if t is not None]
 
     def step() -> list[torch.Tensor]:
-        o, _ = rewy.delta_attention(**arguments(x))
-        return [o, *torch.autograd.grad(o, inputs, do)]
+        # leaves of their own: torch ties a leaf to the stream that it was first used on
+        y = Operands(*(None if t is None else t.detach().requires_grad_() for t in x[:7]), *x[7:])
+        o, _ = rewy.delta_attention(**arguments(y))
+        return [o, *torch.autograd.grad(o, [t for t in y[:7] if t is not None], do)]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -166,6 +186,7 @@ def test_cuda_graph_replays_forward_and_backward(operator: str, packed: bool) ->
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.11 itself
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiles_as_one_graph(operator: str) -> None:
     torch._dynamo.reset()

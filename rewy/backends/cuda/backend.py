@@ -4,7 +4,7 @@
     backward   gates -> state (again, for S and U) -> reverse -> gradients
 
 A and T are kept between the two, and gates with one number a row. S, U and what gates by channel make of q and k are
-formed again, unless `disable_recompute` keeps them too.
+formed again, unless `disable_recompute` keeps them too. `segments` and `spans` walk the same stages in pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, segments, state
+from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, segments, spans, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
 from rewy.backends.cuda.step import step
@@ -48,7 +48,9 @@ class CudaBackend:
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
-        if tiles.parts > 1:
+        if tiles.spans > 1 and training:
+            o, ht, *states = spans.outputs(problem, x, gated, A, Ti, tiles)
+        elif tiles.parts > 1:
             o, ht, states = segments.outputs(problem, x, gated, A, Ti, chunks, tiles, keep)
         else:
             o, ht, states = state.outputs(problem, x, gated, A, Ti, chunks, tiles.outputs, keep)
@@ -57,28 +59,32 @@ class CudaBackend:
         return o, ht, [A, Ti, *(getattr(gated, name) for name in gates.kept(problem)), *states]
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:
-        p, C, count = problem, problem.chunk_size, chunk_count(problem)
+        p, C, count, tiles = problem, problem.chunk_size, chunk_count(problem), self._plan(problem, x)
 
         def each(*shape: int) -> Tensor:
             return x.q.new_empty(count, p.HV, *shape)
 
         gated = gates.allocated(p, x, count)
         states = [] if p.recompute else [each(p.K, p.V), each(C, p.V)]
+        if tiles.spans > 1:
+            states = [spans.starts_like(p, x, tiles.spans)]
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
 
     def backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        x, tiles, chunks = _contiguous(x), self._plan(problem, x), chunks_of(problem, x)
+        x, tiles = _contiguous(x), self._plan(problem, x)
         do = do.contiguous()
         dht = None if dht is None else dht.contiguous()
         A, Ti, *rest = kept
         names = gates.kept(problem)
-        if names:
-            gated = gates.restored(x, dict(zip(names, rest, strict=False)))
-        else:
-            gated = gates.gated(problem, x, chunks, tiles.gates)
+        gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None
         states = rest[len(names) :]
+        if tiles.spans > 1:
+            return spans.backward(problem, x, gated, A, Ti, states[0], do, dht, tiles)
+        chunks = chunks_of(problem, x)
+        if gated is None:
+            gated = gates.gated(problem, x, chunks, tiles.gates)
         if problem.algebra is Algebra.CONVENTIONAL:
             return conventional.backward(problem, x, gated, A, Ti, do, dht, chunks, tiles)
         if tiles.parts > 1:

@@ -33,8 +33,12 @@ def chunk_rows(table, i_c, T, BT: tl.constexpr):
 
 
 @triton.jit
-def sequence_chunks(cu_seqlens, first, i_n, T, BT: tl.constexpr):
-    """First token, number of tokens and first chunk of sequence `i_n`."""
+def sequence_chunks(cu_seqlens, first, i_p, T, BT: tl.constexpr, PARTS: tl.constexpr = 1):
+    """First token, number of tokens and first chunk of part `i_p`, where every sequence has PARTS.
+
+    They have as many chunks each, but for the last that has any; those after it are empty.
+    """
+    i_n = i_p // PARTS
     if cu_seqlens is None:
         bos = i_n.to(tl.int64) * T
         length = T
@@ -43,6 +47,13 @@ def sequence_chunks(cu_seqlens, first, i_n, T, BT: tl.constexpr):
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
         i_c = tl.load(first + i_n)
+    if PARTS > 1:
+        count = tl.cdiv(length, BT)
+        per_part = tl.cdiv(count, PARTS)
+        before = tl.minimum(i_p % PARTS * per_part, count)
+        length = tl.maximum(tl.minimum(length - before * BT, per_part * BT), 0)
+        bos += before * BT
+        i_c += before
     return bos, length, i_c
 
 
@@ -84,10 +95,14 @@ def list_chunks(
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a problem: `count` of them, `table` [count,2] of (first token, rows), `first` [N]."""
+    """The chunks of a problem: `count` of them, `table` [count,2] of (first token, rows), `first` [N].
+
+    A pass walks the chunks of a sequence in as many `parts`, side by side, each with a state of its own.
+    """
 
     size: int
     count: int
+    parts: int = 1
     cu_seqlens: Tensor | None = None
     first: Tensor | None = None
     table: Tensor | None = None
@@ -101,7 +116,7 @@ def chunks_of(problem: Problem, x: Operands) -> Chunks:
     chunks = Chunks(
         C,
         chunk_count(problem),
-        cu,
+        cu_seqlens=cu,
         first=torch.empty(N, dtype=torch.int32, device=cu.device),
         table=torch.empty(chunk_count(problem), 2, dtype=torch.int32, device=cu.device),
     )

@@ -78,7 +78,10 @@ def row_gates(
         b_g = tl.zeros([BT, BH], dtype=tl.float32)
     else:
         b_g = tl.maximum(tl.load(g + o_g, mask=m_g, other=0.0).to(tl.float32), FLOOR)
-    b_G = tl.cumsum(b_g, 0)
+    # in fp64, so that rows without decay between them keep the same sum once it is rounded
+    b_G = tl.cumsum(b_g.to(tl.float64), 0)
+    b_r = (last_row(b_G, BT)[None, :] - b_G).to(tl.float32)
+    b_G = b_G.to(tl.float32)
     b_Gl = last_row(b_G, BT)
 
     i_ch = (i_c.to(tl.int64) * HV + o_h)[None, :]
@@ -87,7 +90,7 @@ def row_gates(
     tl.store(G + i_ch * BT + o_t[:, None], b_G, mask=m_f)
     tl.store(p_f, b_b, mask=m_f)
     tl.store(p_f + BT, b_b * exp(b_G), mask=m_f)
-    tl.store(p_f + 2 * BT, exp(b_Gl[None, :] - b_G), mask=m_f)
+    tl.store(p_f + 2 * BT, exp(b_r), mask=m_f)
     tl.store(p_f + 3 * BT, scale * exp(b_G), mask=m_f)
     if e is not None:
         o_e = tl.arange(0, LANES)[:, None]

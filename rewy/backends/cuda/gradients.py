@@ -30,6 +30,8 @@ tiles again for what crosses the end: all at once would not fit into registers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -344,31 +346,55 @@ def key_gradients(
         tl.store(dg + o_t * HV, b_dg, mask=m_t)
 
 
+class Buffers(NamedTuple):
+    """Where the kernels write gradients: their tensors, or fp32 parts of those that several programs add to.
+
+    q, k [B,T,HV,K], in fp32 where value heads are grouped; v, write [B,T,HV,V]; g, erase as their inputs, or with
+    one number a token parts of them [parts,B,T,HV]: one for each tile of keys, and for erase one for the values.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    erase: Tensor
+    write: Tensor | None
+
+
 def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
-    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V].
+    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V]."""
+    out = buffers(problem, x, tiles)
+    write(problem, x, G, do, u, dr, s, ds, out, chunks, tiles)
+    return finished(problem, x, out, dh0)
 
-    What several programs add to (q and k of grouped value heads, gates with one number for all channels) is
-    summed from their fp32 parts and rounded once.
-    """
-    p, C = problem, chunks.size
-    NK = triton.cdiv(p.K, tiles.keys.BK)
+
+def buffers(problem: Problem, x: Operands, tiles: Plan) -> Buffers:
+    p, NK = problem, triton.cdiv(problem.K, tiles.keys.BK)
     fresh = torch.zeros if p.varlen else torch.empty  # no chunk holds the rows past the last offset
 
     def like(t: Tensor) -> Tensor:
         return fresh(t.shape, dtype=t.dtype, device=t.device)
 
     def parts(*shape: int) -> Tensor:
-        return fresh(shape, dtype=torch.float32, device=do.device)
+        return fresh(shape, dtype=torch.float32, device=x.q.device)
 
-    scalar_erase, scalar_decay = p.operator.erase is Gate.SCALAR, p.operator.decay is Gate.SCALAR
     dq, dk = (like(t) if p.group == 1 else parts(p.B, p.T, p.HV, p.K) for t in (x.q, x.k))
-    # one part for each tile of keys, and one for the values
-    db = parts(NK + 1, p.B, p.T, p.HV) if scalar_erase else like(x.erase)
-    dg = None if x.g is None else parts(NK, p.B, p.T, p.HV) if scalar_decay else like(x.g)
-    dv, dw = like(x.v), None if x.write is None else like(x.write)
+    db = parts(NK + 1, p.B, p.T, p.HV) if p.operator.erase is Gate.SCALAR else like(x.erase)
+    dg = None
+    if x.g is not None:
+        dg = parts(NK, p.B, p.T, p.HV) if p.operator.decay is Gate.SCALAR else like(x.g)
+    return Buffers(dq, dk, like(x.v), dg, db, None if x.write is None else like(x.write))
+
+
+def write(
+    problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
+    out: Buffers, chunks: Chunks, tiles: Plan,
+) -> None:  # fmt: skip
+    p, C = problem, chunks.size
+    scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
     dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
     common = dict(
@@ -379,18 +405,21 @@ def gradients(
         score_gradients,
         grid=(chunks.count * p.HV,),
         args=common
-        | dict(v=x.v, w=x.write, dv=dv, dw=dw, db=db[NK] if scalar_erase else None, BV=tiles.scores.BV),
+        | dict(v=x.v, w=x.write, dv=out.v, dw=out.write, BV=tiles.scores.BV)
+        | dict(db=out.erase[-1] if scalar_erase else None),
         num_warps=tiles.scores.warps,
         num_stages=tiles.scores.stages,
         maxnreg=tiles.scores.registers,
     ).run()
     common |= dict(
-        q=x.q, k=x.k, s=s, ds=ds, dq=dq, dk=dk, dg=dg, db=db, TOKENS=p.B * p.T, H=p.H, K=p.K,
+        q=x.q, k=x.k, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
+        TOKENS=out.erase.stride(0) // p.HV if scalar_erase else 0,
+        H=p.H, K=p.K,
         CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
         CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
         LIMIT=exponent_limit(p),
     )  # fmt: skip
-    grid = (chunks.count * p.HV * NK,)
+    grid = (chunks.count * p.HV * triton.cdiv(p.K, tiles.keys.BK),)
     for far in reaches(p):
         if tiles.keys_on_hopper and not far:
             from rewy.backends.cuda import hopper_gradients  # needs Gluon
@@ -405,10 +434,15 @@ def gradients(
             num_stages=tiles.keys.stages,
             maxnreg=tiles.keys.registers,
         ).run()
+
+
+def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) -> Gradients:
+    """Parts are summed in fp32 and rounded once."""
+    p, (dq, dk, dv, dg, db, dw) = problem, out
     if p.group > 1:
         dq, dk = (t.view(p.B, p.T, p.H, p.group, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
-    if scalar_erase:
+    if p.operator.erase is Gate.SCALAR:
         db = db.sum(0).to(x.erase.dtype)
-    if scalar_decay and dg is not None and x.g is not None:
+    if dg is not None and x.g is not None and p.operator.decay is Gate.SCALAR:
         dg = dg.sum(0).to(x.g.dtype)
     return Gradients(dq, dk, dv, dg, db, dw, dh0)

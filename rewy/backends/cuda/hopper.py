@@ -13,7 +13,7 @@ its end are cleared in shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ BESIDES = 768  # bytes of shared memory for barriers, alignment and what the com
 
 
 @gluon.jit
-def sequence(cu_seqlens, first, i_n, T, BT: gl.constexpr):
-    """First token, number of tokens and first chunk of sequence `i_n`."""
+def sequence(cu_seqlens, first, i_p, T, BT: gl.constexpr, PARTS: gl.constexpr):
+    """As `sequence_chunks`, in 32 bits."""
+    i_n = i_p // PARTS
     if cu_seqlens is None:
         bos = i_n * T
         length = T
@@ -51,6 +52,13 @@ def sequence(cu_seqlens, first, i_n, T, BT: gl.constexpr):
         bos = gl.load(cu_seqlens + i_n).to(gl.int32)
         length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - bos
         i_c = gl.load(first + i_n)
+    if PARTS > 1:
+        count = gl.cdiv(length, BT)
+        per_part = gl.cdiv(count, PARTS)
+        before = gl.minimum(i_p % PARTS * per_part, count)
+        length = gl.maximum(gl.minimum(length - before * BT, per_part * BT), 0)
+        bos += before * BT
+        i_c += before
     return bos, length, i_c
 
 
@@ -192,7 +200,8 @@ def receive_forward(
     mbarrier.wait(full.index(slot), (i // STAGES) & 1, pred=i < NT)
     rows = length - i * BT
     if (rows < BT) & (i < NT):
-        clear_tail(v_s.index(slot), rows)
+        if v_s is not None:
+            clear_tail(v_s.index(slot), rows)
         if w_s is not None:
             clear_tail(w_s.index(slot), rows)
         if not BY_CHANNEL:
@@ -201,11 +210,14 @@ def receive_forward(
                 clear_tail(q_s.index(slot), rows)
         fence_async_shared()
         thread_barrier()
-    b_v = v_s.index(slot).permute((1, 0)).load(layout).to(gl.float32)
-    if w_s is None:
-        b_v = b_v * by_column(f_s.index(slot).slice(0, BT), layout)
+    if v_s is None:
+        b_v = 0.0
     else:
+        b_v = v_s.index(slot).permute((1, 0)).load(layout).to(gl.float32)
+    if w_s is not None:
         b_v = b_v * w_s.index(slot).permute((1, 0)).load(layout).to(gl.float32)
+    elif v_s is not None:
+        b_v = b_v * by_column(f_s.index(slot).slice(0, BT), layout)
     if BY_CHANNEL:
         f_x = 1.0
     else:
@@ -331,28 +343,30 @@ def forward_pass(
     BY_CHANNEL: gl.constexpr,
     DECAY: gl.constexpr,
     BT: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     BV: gl.constexpr = ROWS
     NF: gl.constexpr = 1 if BY_CHANNEL else 4
     NE: gl.constexpr = K if BY_CHANNEL else LANES
     OUTPUT: gl.constexpr = o is not None
-    dtype: gl.constexpr = v.dtype
+    dtype: gl.constexpr = x.dtype
     NV: gl.constexpr = V // BV
     i_v = gl.program_id(0) % NV
-    i_nh = gl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_ph = gl.program_id(0) // NV
+    i_p, i_hv = i_ph // HV, i_ph % HV
     i_h = i_hv // (HV // H)
-    bos, length, i_c0 = sequence(cu_seqlens, first, i_n, T, BT)
+    bos, length, i_c0 = sequence(cu_seqlens, first, i_p, T, BT, PARTS)
 
     c_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     k_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
 
-    kt_s, q_s, w_s, f_s, e_s, A_s = None, None, None, None, None, None
+    kt_s, q_s, v_s, w_s, f_s, e_s, A_s = None, None, None, None, None, None, None
     s_out, u_out, o_out = None, None, None
     x_s = gl.allocate_shared_memory(dtype, [STAGES, BT, K], x.layout)
     T_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], Ti.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BV], v.layout)
+    if v is not None:
+        v_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BV], v.layout)
     if BY_CHANNEL:
         kt_s = gl.allocate_shared_memory(dtype, [STAGES - 1, BT, K], kt.layout)
     if w is not None:
@@ -368,7 +382,8 @@ def forward_pass(
     if s is not None:
         s_out = gl.allocate_shared_memory(dtype, [K, BV], s.layout)
         u_out = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)
-    TILES: gl.constexpr = (2 if OUTPUT else 1) * K + BT + (1 if w is None else 2) * BV
+    VALUES: gl.constexpr = (0 if v is None else 1) + (0 if w is None else 1)
+    TILES: gl.constexpr = (2 if OUTPUT else 1) * K + BT + VALUES * BV
     BYTES: gl.constexpr = 2 * BT * TILES + 4 * ((0 if f is None else NF * BT) + (0 if e is None else NE))
     LATE_BYTES: gl.constexpr = 2 * BT * ((K if BY_CHANNEL else 0) + (BT if OUTPUT else 0))
     full = barriers(STAGES)  # a chunk's operands have come
@@ -379,16 +394,18 @@ def forward_pass(
     fence_async_shared()
     thread_barrier()
 
-    if h0 is None:
+    o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, k_acc))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, k_acc))
+    if v is None:
+        S = (o_k[None, :] == o_v[:, None]).to(gl.float32)
+    elif h0 is None:
         S = gl.zeros([BV, K], gl.float32, k_acc)
     else:
-        o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, k_acc))
-        o_k = gl.arange(0, K, gl.SliceLayout(0, k_acc))
-        S = gl.load(h0 + i_nh.to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None]).to(gl.float32)
+        S = gl.load(h0 + i_ph.to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None]).to(gl.float32)
     if p_o is not None:
         p_o += i_hv * V + i_v * BV
     if ht is not None:
-        ht += i_nh.to(gl.int64) * K * V + i_v * BV
+        ht += i_ph.to(gl.int64) * K * V + i_v * BV
     gl.warp_specialize(
         [
             (
@@ -597,6 +614,7 @@ def reverse_pass(
     BY_CHANNEL: gl.constexpr,
     DECAY: gl.constexpr,
     BT: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     BV: gl.constexpr = ROWS
@@ -605,15 +623,15 @@ def reverse_pass(
     dtype: gl.constexpr = do.dtype
     NV: gl.constexpr = V // BV
     i_v = gl.program_id(0) % NV
-    i_nh = gl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_ph = gl.program_id(0) // NV
+    i_p, i_hv = i_ph // HV, i_ph % HV
     i_h = i_hv // (HV // H)
-    bos, length, i_c0 = sequence(cu_seqlens, first, i_n, T, BT)
+    bos, length, i_c0 = sequence(cu_seqlens, first, i_p, T, BT, PARTS)
 
     c_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     k_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
 
-    x_s, f_s, e_s = None, None, None
+    x_s, f_s, e_s, ds_out, dr_out = None, None, None, None, None
     kt_s = gl.allocate_shared_memory(dtype, [STAGES, BT, K], kt.layout)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, BT, K], qt.layout)
     A_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
@@ -625,8 +643,9 @@ def reverse_pass(
         f_s = gl.allocate_shared_memory(gl.float32, [STAGES, NF * BT], f.layout)
     if DECAY:
         e_s = gl.allocate_shared_memory(gl.float32, [STAGES, NE], e.layout)
-    ds_out = gl.allocate_shared_memory(dtype, [K, BV], ds.layout)
-    dr_out = gl.allocate_shared_memory(dtype, [BT, BV], dr.layout)
+    if ds is not None:
+        ds_out = gl.allocate_shared_memory(dtype, [K, BV], ds.layout)
+        dr_out = gl.allocate_shared_memory(dtype, [BT, BV], dr.layout)
     NUMBERS: gl.constexpr = (0 if BY_CHANNEL else NF * BT) + (NE if DECAY else 0)
     BYTES: gl.constexpr = 2 * BT * (2 * K + 2 * BT + BV) + 4 * NUMBERS
     LATE_BYTES: gl.constexpr = 2 * BT * K if BY_CHANNEL else 0
@@ -643,9 +662,9 @@ def reverse_pass(
     else:
         o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, k_acc))
         o_k = gl.arange(0, K, gl.SliceLayout(0, k_acc))
-        dS = gl.load(dht + i_nh.to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None]).to(gl.float32)
+        dS = gl.load(dht + i_ph.to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None]).to(gl.float32)
     if dh0 is not None:
-        dh0 += i_nh.to(gl.int64) * K * V + i_v * BV
+        dh0 += i_ph.to(gl.int64) * K * V + i_v * BV
     gl.warp_specialize(
         [
             (
@@ -675,34 +694,38 @@ def reverse_pass(
 
 
 def forward(
-    problem: Problem, x: Operands, gated: Gated, A: Tensor | None, Ti: Tensor,
+    problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
     s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None, chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
-    """The forward pass into those of s [NC,HV,K,V], u [NC,HV,C,V], o [B,T,HV,V], ht [N,HV,K,V] that are there."""
+    """The forward pass into those of s [NC,HV,K,V], u [NC,HV,C,V], o [B,T,HV,V], ht [N·parts,HV,K,V] that are there.
+
+    Without x it begins with the identity and has no values.
+    """
+    v, w, h0 = (None, None, None) if x is None else (x.v, x.write, x.initial_state)
     keys, args = _common(problem, gated, Ti, chunks, pipeline)
     args |= dict(
         x=keys(gated.x),
         kt=keys(gated.kt) if by_channel(problem) else None,
         qt=None if o is None else keys(gated.qt),
-        v=tiled(x.v, problem.HV * problem.V),
-        w=tiled(x.write, problem.HV * problem.V),
+        v=tiled(v, problem.HV * problem.V),
+        w=tiled(w, problem.HV * problem.V),
         f=_numbers(gated.f),
         A=tiled(A, chunks.size),
-        h0=x.initial_state,
+        h0=h0,
         s=tiled(s, problem.V, rows=problem.K),
         u=tiled(u, problem.V),
         o=tiled(o, problem.HV * problem.V),
         p_o=o,
         ht=ht,
     )
-    Launch(forward_pass, _grid(problem), args).run()
+    Launch(forward_pass, _grid(problem, chunks), args).run()
 
 
 def reverse(
     problem: Problem, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
-    ds: Tensor, dr: Tensor, dh0: Tensor | None, chunks: Chunks, pipeline: Pipeline,
+    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
-    """The reverse pass into ds [NC,HV,K,V], dr [NC,HV,C,V] and, if there is one, dh0 [N,HV,K,V]."""
+    """The reverse pass into those of ds [NC,HV,K,V], dr [NC,HV,C,V], dh0 [N·parts,HV,K,V] that are there."""
     keys, args = _common(problem, gated, Ti, chunks, pipeline)
     args |= dict(
         x=keys(gated.x) if by_channel(problem) else None,
@@ -716,7 +739,7 @@ def reverse(
         dr=tiled(dr, problem.V),
         dh0=dh0,
     )
-    Launch(reverse_pass, _grid(problem), args).run()
+    Launch(reverse_pass, _grid(problem, chunks), args).run()
 
 
 def _common(
@@ -731,33 +754,43 @@ def _common(
         cu_seqlens=chunks.cu_seqlens, first=chunks.first,
         scale=p.scale, T=p.T, H=p.H, HV=p.HV, K=p.K, V=p.V,
         BY_CHANNEL=channel, DECAY=p.operator.decay is not Gate.NONE,
-        BT=chunks.size, STAGES=pipeline.stages,
+        BT=chunks.size, PARTS=chunks.parts, STAGES=pipeline.stages,
     )  # fmt: skip
 
 
-def _grid(problem: Problem) -> tuple[int]:
-    return (problem.N * problem.HV * problem.V // ROWS.value,)
+def _grid(problem: Problem, chunks: Chunks) -> tuple[int]:
+    return (problem.N * chunks.parts * problem.HV * problem.V // ROWS.value,)
 
 
 def tiled(t: Tensor | None, width: int, rows: int = 64, columns: int = 64) -> TensorDescriptor | None:
     """t as rows of `width` numbers that come and go by tiles of [rows, columns]."""
     if t is None:
         return None
-    t = _aligned(t).view(-1, width)
-    return TensorDescriptor(t, [*t.shape], [width, 1], [rows, columns], _tile_layout(rows, columns, t.dtype))
+    t = _aligned(t)
+    return _descriptor(t, (t.numel() // width, width), (rows, columns))
 
 
 def _numbers(t: Tensor | None) -> TensorDescriptor | None:
     """t [NC,HV,...] in fp32 as one row of numbers, those of a chunk and head at a time."""
-    return (
-        None if t is None else TensorDescriptor(t.view(-1), [t.numel()], [1], [t[0, 0].numel()], ROW_LAYOUT)
-    )
+    return None if t is None else _descriptor(t, (t.numel(),), (t.numel() // (t.shape[0] * t.shape[1]),))
 
 
-@cache
+def _descriptor(t: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_described(shape, block, t.dtype), base=t)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _described(shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
+    """What descriptors of one kind share: to make and check one takes as long as a launch."""
+    layout = _tile_layout(*block, dtype) if len(block) == 2 else ROW_LAYOUT
+    strides = [*shape[1:], 1]
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), [*shape], strides, [*block], layout))
+
+
 def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Kept, because making one takes as long as a launch."""
-    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 

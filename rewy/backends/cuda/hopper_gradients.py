@@ -1,9 +1,12 @@
 """The gradients of keys and gates for Hopper, in Gluon: `gradients.key_gradients` with every movement spelled out.
 
+`row_keys` is for gates with one number a row, `channel_keys` for those by channel.
+
 A program takes a chunk and 64 key channels, whole tiles of it: the copy engine brings all of them at once, two
 programs share a multiprocessor, and while one waits the other computes. Tiles that the first products have used up
-hold what the next ones need. The formulas, and the care for dg, are those of `gradients`; chunks whose gates are too
-far apart to be centred are left to its general form.
+hold what the next ones need. The formulas, and the care for dg, are those of `gradients`. By channel, the sums of dg
+run down the rows in registers, in fp32: each thread has the rows of two channels, and runs of 16 rows are joined
+through shared memory. Chunks whose gates are too far apart to be centred are left to the general form.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,6 +31,9 @@ from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 
 SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multiprocessor
+# Sums of dg run over rows: of a tile in fp32 each of 128 threads holds so many rows of so many channels.
+RUN = gl.constexpr(16)
+RUN_CHANNELS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -56,11 +63,73 @@ def barrier():
 
 
 @gluon.jit
-def store_rounded(tile, rest, b_x):
-    """x in two tiles: its leading digits, and what they leave."""
-    b_h = b_x.to(tile.dtype)
-    tile.store(b_h)
-    rest.store((b_x - b_h.to(gl.float32)).to(tile.dtype))
+def wide(b_x):
+    """A tile of 16 bits in fp32. Of two bf16 in one register, one is a shift away and the other a mask."""
+    if b_x.dtype == gl.bfloat16:
+        b_y = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [b_x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        b_y = b_x.to(gl.float32)
+    return b_y
+
+
+@gluon.jit
+def reciprocal(b_x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+def _running(rows: int, columns: int, onward: bool) -> str:
+    """Of each number a thread holds, row by row: the sum from its row on, or of the rows before it."""
+    n, lines = rows * columns, []
+    for i in reversed(range(n)) if onward else range(n):
+        if onward:
+            last = i >= n - columns
+            lines.append(f"mov.f32 ${i}, ${n + i};" if last else f"add.f32 ${i}, ${i + columns}, ${n + i};")
+        elif i < columns:
+            lines.append(f"mov.f32 ${i}, 0f00000000;")
+        else:
+            lines.append(f"add.f32 ${i}, ${i - columns}, ${n + i - columns};")
+    return "\n".join(lines)
+
+
+HELD = gl.constexpr(RUN.value * RUN_CHANNELS.value)
+FROM_ROW = gl.constexpr(_running(RUN.value, RUN_CHANNELS.value, onward=True))
+BEFORE_ROW = gl.constexpr(_running(RUN.value, RUN_CHANNELS.value, onward=False))
+OPERANDS = gl.constexpr(",".join(["=&f"] * HELD.value + ["f"] * HELD.value))
+
+
+@gluon.jit
+def running(b_x, sums: gl.constexpr):
+    return gl.inline_asm_elementwise(sums, OPERANDS, [b_x], dtype=gl.float32, is_pure=True, pack=HELD)
+
+
+@gluon.jit
+def end_of_runs(b_x, LAST: gl.constexpr):
+    """The first or the last row of every run of rows: each thread has its own."""
+    BLOCKS: gl.constexpr = b_x.shape[0] // RUN
+    COLUMNS: gl.constexpr = b_x.shape[1]
+    for i in gl.static_range(4):
+        b_x = b_x.reshape([BLOCKS, 2, RUN >> (i + 1), COLUMNS]).permute((0, 2, 3, 1))
+        b_0, b_1 = b_x.split()
+        if LAST:
+            b_x = b_1
+        else:
+            b_x = b_0
+    return b_x.reshape([BLOCKS, COLUMNS])
+
+
+@gluon.jit
+def side_by_side(b_x, b_y):
+    """Two tiles as one of twice the columns; in shared memory one lies after the other."""
+    return gl.join(b_x, b_y).permute((0, 2, 1)).reshape([b_x.shape[0], 2 * b_x.shape[1]])
 
 
 @gluon.jit
@@ -69,7 +138,7 @@ def store_rows(p, b_x, m_t):
 
 
 @gluon.jit(do_not_specialize=["T", "TOKENS"])
-def centred_keys(
+def row_keys(
     # inputs and outputs
     q,
     k,
@@ -99,10 +168,6 @@ def centred_keys(
     K: gl.constexpr,
     V: gl.constexpr,
     # meta
-    BY_CHANNEL: gl.constexpr,
-    CHANNEL_DECAY: gl.constexpr,
-    CHANNEL_ERASE: gl.constexpr,
-    LIMIT: gl.constexpr,
     BT: gl.constexpr,
 ):
     BK: gl.constexpr = 64
@@ -155,29 +220,16 @@ def centred_keys(
     m_t = o_t < rows
     i_g = start.to(gl.int64) * HV + i_hv
     o_hk = o_t[:, None] * (HV * K) + o_k[None, :]
-    if BY_CHANNEL:
-        p_G = G + i_ch.to(gl.int64) * BT * K + o_k
-        b_c = gl.load(p_G + (BT // 2) * K)
-        b_Gl = gl.load(p_G + (BT - 1) * K)
-        far = gl.max(gl.maximum(gl.abs(gl.load(p_G) - b_c), gl.abs(b_Gl - b_c)), 0) > LIMIT
-        b_G = gl.load(gl.expand_dims(p_G, 0) + o_t[:, None] * K)
-    else:
-        p_G = G + i_ch.to(gl.int64) * BT
-        b_G = gl.expand_dims(gl.load(p_G + o_t), 1)
-        b_Gl = gl.load(p_G + BT - 1)
-        far = False
-    if CHANNEL_ERASE:
-        b_b = gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0)
-    else:
-        b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
+    p_G = G + i_ch.to(gl.int64) * BT
+    b_G = gl.expand_dims(gl.load(p_G + o_t), 1)
+    b_Gl = gl.load(p_G + BT - 1)
+    b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
     b_a = gl.expand_dims(gl.load(diagonal + i_ch.to(gl.int64) * BT + o_t), 1)
 
     # what passes through the states: [BT,BK]
     mbarrier.wait(before, 0)
     mbarrier.wait(after, 0)
     mbarrier.wait(within, 0)
-    if far:
-        return
     if rows < BT:
         clear_tail(do_s, rows)
         clear_tail(q_s, rows)
@@ -200,71 +252,27 @@ def centred_keys(
     # what passes between the chunk's rows, on top of it
     b_k = k_s.load(acc).to(gl.float32)
     kp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
-    if BY_CHANNEL:
-        qp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(1)
-        kn_s = dr_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
-        b_e = (b_G - gl.expand_dims(b_c, 0)) * LOG2_E
-        b_n = gl.exp2(-b_e)
-        kn_s.store((b_k * b_n).to(dtype))
-        b_dk = b_dk * (b_n * gl.expand_dims(exp(b_Gl - b_c), 0))
-        b_p = gl.exp2(b_e)
-        kp_s.store((b_b.to(gl.float32) * b_k * b_p).to(dtype))
-        qp_s.store((q_s.load(acc).to(gl.float32) * b_p).to(dtype))
-        b_f = gl.expand_dims(exp(b_c), 0)
-    else:
-        qp_s, kn_s = q_s, k_s
-        kp_s.store((b_b * b_k).to(dtype))
-        b_dk = b_dk * exp(b_Gl - b_G)
-        b_f = exp(b_G)
+    kp_s.store((b_b * b_k).to(dtype))
+    b_dk = b_dk * exp(b_Gl - b_G)
+    b_f = exp(b_G)
     b_dq = b_dq * (scale * b_f)
     b_E = b_E * -b_f
-    if CHANNEL_DECAY:
-        go_s = s_s._reinterpret(dtype, [2, BT, BK], tile)
-        gi_s = u_s._reinterpret(dtype, [2, BT, BK], tile)
-        store_rounded(go_s.index(0), go_s.index(1), b_k * b_dk)
-    elif DECAY:
+    if DECAY:
         b_go = gl.sum(b_k * b_dk, 1)
     fence_async_shared()
     thread_barrier()
-    b_dq = warpgroup_mma(A_s, kn_s, b_dq, is_async=True)
-    b_E = warpgroup_mma(L_s, kn_s, b_E, is_async=True)
-    b_x = warpgroup_mma(A_s.permute((1, 0)), qp_s, zeros, use_acc=False, is_async=True)
+    b_dq = warpgroup_mma(A_s, k_s, b_dq, is_async=True)
+    b_E = warpgroup_mma(L_s, k_s, b_E, is_async=True)
+    b_x = warpgroup_mma(A_s.permute((1, 0)), q_s, zeros, use_acc=False, is_async=True)
     b_x = warpgroup_mma(L_s.permute((1, 0)), kp_s, b_x, is_async=True)
     b_dq, b_E, b_x = warpgroup_mma_wait(0, (b_dq, b_E, b_x))
+    thread_barrier()  # other warps' products may still read q and k, which dq and dk are to replace
     if DECAY:
-        b_gi = qp_s.load(acc).to(gl.float32) * b_dq + kp_s.load(acc).to(gl.float32) * b_E
-        b_gi -= kn_s.load(acc).to(gl.float32) * b_x
-    if CHANNEL_DECAY:
-        store_rounded(gi_s.index(0), gi_s.index(1), b_gi)
-        # dA and dL are used up: which rows each gate acts on takes their place
-        A_s.store((o_t[:, None] <= o_j[None, :]).to(dtype))
-        L_s.store((o_t[:, None] > o_j[None, :]).to(dtype))
-        fence_async_shared()
-        thread_barrier()
-        b_dg = zeros + gl.expand_dims(exp(b_Gl) * ss, 0)
-        b_dg = warpgroup_mma(A_s, gi_s.index(1), b_dg, is_async=True)
-        b_dg = warpgroup_mma(L_s, go_s.index(1), b_dg, is_async=True)
-        b_dg = warpgroup_mma(A_s, gi_s.index(0), b_dg, is_async=True)
-        b_dg = warpgroup_mma(L_s, go_s.index(0), b_dg, is_async=True)
-        b_dg = warpgroup_mma_wait(0, (b_dg,))
-        store_rows(dg + i_g * K + o_hk, b_dg, m_t)
-    elif DECAY:
-        b_gi = gl.sum(b_gi, 1)
-    if BY_CHANNEL:
-        # read again: held from before, they would crowd the registers
-        b_e = (
-            gl.load(gl.expand_dims(p_G, 0) + o_t[:, None] * K)
-            - gl.expand_dims(gl.load(p_G + (BT // 2) * K), 0)
-        ) * LOG2_E
-        b_p = gl.exp2(b_e)
-        b_dq = b_dq * b_p
-        b_E = b_E * b_p
-        b_x = b_x * gl.exp2(-b_e)
-    if CHANNEL_ERASE:
-        b_b = gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0)
+        b_gi = q_s.load(acc).to(gl.float32) * b_dq + kp_s.load(acc).to(gl.float32) * b_E
+        b_gi = gl.sum(b_gi - k_s.load(acc).to(gl.float32) * b_x, 1)
     b_k = k_s.load(acc).to(gl.float32)
     b_dq = b_dq + b_a * b_k
-    b_dk = b_dk + b_x + b_a * q_s.load(acc).to(gl.float32) + b_b.to(gl.float32) * b_E
+    b_dk = b_dk + b_x + b_a * q_s.load(acc).to(gl.float32) + b_b * b_E
     if COPY:
         if rows < BT:
             store_rows(p_dq + i_g * K + o_hk, b_dq, m_t)
@@ -279,27 +287,309 @@ def centred_keys(
     else:
         store_rows(p_dq + i_g * K + o_hk, b_dq, m_t)
         store_rows(p_dk + i_g * K + o_hk, b_dk, m_t)
-    if CHANNEL_ERASE:
-        store_rows(db + i_g * K + o_hk, b_k * b_E, m_t)
-    else:
-        gl.store(db + i_k.to(gl.int64) * TOKENS * HV + i_g + o_t * HV, gl.sum(b_k * b_E, 1), mask=m_t)
-    if DECAY and not CHANNEL_DECAY:
+    gl.store(db + i_k.to(gl.int64) * TOKENS * HV + i_g + o_t * HV, gl.sum(b_k * b_E, 1), mask=m_t)
+    if DECAY:
         b_in, b_out = gl.expand_dims(b_gi, 1), gl.expand_dims(b_go, 1)
         b_dg = gl.sum(gl.where(o_t[:, None] >= o_j[None, :], b_in, b_out), 0) + exp(b_Gl) * gl.sum(ss, 0)
         gl.store(dg + i_k.to(gl.int64) * TOKENS * HV + i_g + o_j * HV, b_dg, mask=o_j < rows)
     tma.store_wait(0)
-    # the compiler does not see that these hold other tiles too
+    # The compiler does not see that one holds another tile too, nor that the copy engine reads two until here.
+    do_s._keep_alive()
+    q_s._keep_alive()
+    k_s._keep_alive()
+
+
+@gluon.jit(do_not_specialize=["T", "TOKENS"])
+def channel_keys(
+    # inputs and outputs
+    q,
+    k,
+    do,
+    u,
+    dr,
+    s,
+    ds,
+    dA,
+    dL,
+    b,
+    G,
+    diagonal,
+    dq,
+    dk,
+    db_tiles,
+    dg_tiles,
+    p_dq,
+    p_dk,
+    dg,
+    db,
+    table,
+    # sizes
+    scale,
+    T,
+    TOKENS,
+    H,
+    HV,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    # meta
+    CHANNEL_ERASE: gl.constexpr,
+    LIMIT: gl.constexpr,
+    BT: gl.constexpr,
+):
+    BK: gl.constexpr = 64
+    NK: gl.constexpr = K // BK
+    COPY: gl.constexpr = dq is not None
+    dtype: gl.constexpr = q.dtype
+    i_k = gl.program_id(0) % NK
+    i_ch = gl.program_id(0) // NK
+    if table is not None:  # noqa: SIM102  (known when it compiles: without a table every chunk has rows)
+        if gl.load(table + 2 * (i_ch // HV) + 1) == 0:
+            return
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    run: gl.constexpr = gl.BlockedLayout([RUN, RUN_CHANNELS], [1, 32], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, acc)
+    by_column: gl.constexpr = gl.SliceLayout(0, acc)
+    tile: gl.constexpr = q.layout
+    # rows of fp32 without two threads at one bank, written as accumulators lie and read row by row
+    wide_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    q_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
+    k_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
+    A_s = gl.allocate_shared_memory(dtype, [BT, BT], dA.layout)
+    L_s = gl.allocate_shared_memory(dtype, [BT, BT], dL.layout)
+    do_s = gl.allocate_shared_memory(dtype, [BT, V], do.layout)
+    dr_s = gl.allocate_shared_memory(dtype, [BT, V], dr.layout)
+    u_s = gl.allocate_shared_memory(dtype, [BT, V], u.layout)
+    s_s = gl.allocate_shared_memory(dtype, [BK, V], s.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [BK, V], ds.layout)
+    ss_s = gl.allocate_shared_memory(gl.float32, [BK], row)
+    # one for each tile: threads need not meet between two copies
+    has_k, has_q, has_s, has_do, has_dr = barrier(), barrier(), barrier(), barrier(), barrier()
+    has_A, has_L, has_u, has_ds = barrier(), barrier(), barrier(), barrier()
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.expect(has_k, 2 * BT * BK)
+    mbarrier.expect(has_q, 2 * BT * BK)
+    mbarrier.expect(has_s, 2 * BK * V)
+    mbarrier.expect(has_do, 2 * BT * V)
+    mbarrier.expect(has_dr, 2 * BT * V)
+    mbarrier.expect(has_A, 2 * BT * BT)
+    mbarrier.expect(has_L, 2 * BT * BT)
+    mbarrier.expect(has_u, 2 * BT * V)
+    mbarrier.expect(has_ds, 2 * BK * V)
+    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], has_s, s_s)
+    tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], has_dr, dr_s)
+    thread_barrier()  # or the compiler puts these off to what follows
+    # what takes divisions to find
+    i_c, i_hv = i_ch // HV, i_ch % HV
+    if COPY:
+        i_h = i_hv  # one value head to each key head
+    else:
+        i_h = i_hv // (HV // H)
+    start, rows = chunk(table, i_c, T, BT)
+    tma.async_copy_global_to_shared(k, [start, i_h * K + i_k * BK], has_k, k_s)
+    tma.async_copy_global_to_shared(q, [start, i_h * K + i_k * BK], has_q, q_s)
+    tma.async_copy_global_to_shared(do, [start, i_hv * V], has_do, do_s)
+    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], has_u, u_s)
+    tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], has_ds, ds_s)
+    tma.async_copy_global_to_shared(dA, [i_ch * BT, 0], has_A, A_s)
+    tma.async_copy_global_to_shared(dL, [i_ch * BT, 0], has_L, L_s)
+
+    # meanwhile: gates, as they lie in memory
+    o_t = gl.arange(0, BT, by_row)
+    o_j = gl.arange(0, BT, by_column)
+    o_k = i_k * BK + gl.arange(0, BK, by_column)
+    m_t = o_t < rows
+    i_g = start.to(gl.int64) * HV + i_hv
+    o_hk = o_t[:, None] * (HV * K) + o_k[None, :]
+    p_G = G + i_ch.to(gl.int64) * BT * K
+    b_G = gl.load(gl.expand_dims(p_G + o_k, 0) + o_t[:, None] * K)
+    b_c = gl.load(p_G + o_k + (BT // 2) * K) * LOG2_E
+    # G never grows: its first and last rows are the furthest
+    p_far = p_G + i_k * BK + gl.arange(0, BK, gl.BlockedLayout([2], [32], [4], [0]))
+    b_far = gl.load(p_far + (BT // 2) * K)
+    b_far = gl.maximum(gl.abs(gl.load(p_far) - b_far), gl.abs(gl.load(p_far + (BT - 1) * K) - b_far))
+    far = gl.max(b_far, 0) > LIMIT
+    if CHANNEL_ERASE:
+        b_b = gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0)
+    else:
+        b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
+    b_a = gl.expand_dims(gl.load(diagonal + i_ch.to(gl.int64) * BT + o_t), 1)
+
+    mbarrier.wait(has_k, 0)
+    mbarrier.wait(has_q, 0)
+    if far:
+        mbarrier.wait(has_s, 0)
+        mbarrier.wait(has_do, 0)
+        mbarrier.wait(has_dr, 0)
+        mbarrier.wait(has_A, 0)
+        mbarrier.wait(has_L, 0)
+        mbarrier.wait(has_u, 0)
+        mbarrier.wait(has_ds, 0)
+        return
+    if rows < BT:
+        clear_tail(q_s, rows)
+        clear_tail(k_s, rows)
+        fence_async_shared()
+        thread_barrier()
+    b_k = wide(k_s.load(acc))
+    b_e = b_G * LOG2_E - gl.expand_dims(b_c, 0)
+    b_p, b_n = gl.exp2(b_e), gl.exp2(-b_e)
+    b_kn = (b_k * b_n).to(dtype)
+    b_qp = (wide(q_s.load(acc)) * b_p).to(dtype)
+    if CHANNEL_ERASE:
+        b_kp = (wide(b_b) * b_k * b_p).to(dtype)
+    else:
+        b_kp = (b_b * b_k * b_p).to(dtype)
+    b_f = gl.expand_dims(gl.exp2(b_c), 0)
+    # what passes through the state before the chunk: [BT,BK]
+    mbarrier.wait(has_s, 0)
+    mbarrier.wait(has_do, 0)
+    mbarrier.wait(has_dr, 0)
+    if rows < BT:
+        clear_tail(do_s, rows)
+        fence_async_shared()
+        thread_barrier()
+    zeros = gl.zeros([BT, BK], gl.float32, acc)
+    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dq, b_E = warpgroup_mma_wait(0, (b_dq, b_E))
+    thread_barrier()
+    KEEP_ERASE: gl.constexpr = CHANNEL_ERASE and b.dtype.element_ty == dtype
+    kp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
+    qp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(1)
+    kn_s = dr_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
+    do_s.store(side_by_side(b_kp, b_qp))
+    if KEEP_ERASE:
+        b_s = dr_s._reinterpret(dtype, [2, BT, BK], tile).index(1)
+        dr_s.store(side_by_side(b_kn, b_b))
+    else:
+        kn_s.store(b_kn)
+    b_dq = b_dq * (scale * b_f)
+    b_E = b_E * -b_f
+
+    # ... through the state after it, and between its rows on top of the former
+    mbarrier.wait(has_A, 0)
+    mbarrier.wait(has_L, 0)
+    mbarrier.wait(has_u, 0)
+    mbarrier.wait(has_ds, 0)
+    fence_async_shared()
+    thread_barrier()
+    b_ss = warpgroup_mma(s_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dq = warpgroup_mma(A_s, kn_s, b_dq, is_async=True)
+    b_E = warpgroup_mma(L_s, kn_s, b_E, is_async=True)
+    b_x = warpgroup_mma(A_s.permute((1, 0)), qp_s, zeros, use_acc=False, is_async=True)
+    b_x = warpgroup_mma(L_s.permute((1, 0)), kp_s, b_x, is_async=True)
+    # again: held from before, they would crowd the registers
+    b_c = gl.load(p_G + o_k + (BT // 2) * K)
+    b_Gl = gl.load(p_G + o_k + (BT - 1) * K)
+    b_dk, b_ss = warpgroup_mma_wait(4, (b_dk, b_ss))
+    # of S dS^T the diagonal
+    b_ss = gl.where(o_t[:, None] == o_j[None, :], b_ss, 0.0)
+    b_dk = b_dk * gl.expand_dims(exp(b_Gl - b_c), 0)
+    b_n = reciprocal(b_p)
+    thread_barrier()
+    gi_s = u_s._reinterpret(gl.float32, [BT, BK], wide_tile)
+    go_s = ds_s._reinterpret(gl.float32, [BT, BK], wide_tile)
+    ss_s.store(gl.sum(b_ss, 1))
+    go_s.store(wide(k_s.load(acc)) * (b_dk * b_n))
+    b_dq, b_E, b_x = warpgroup_mma_wait(0, (b_dq, b_E, b_x))
+    b_gi = wide(qp_s.load(acc)) * b_dq + wide(kp_s.load(acc)) * b_E
+    b_gi -= wide(kn_s.load(acc)) * b_x
+    gi_s.store(b_gi)
+    b_dq = b_dq * b_p
+    b_E = b_E * b_p
+    b_dk = (b_dk + b_x) * b_n
+    b_k = wide(k_s.load(acc))
+    b_dq = b_dq + b_a * b_k
+    if KEEP_ERASE:
+        b_b = wide(b_s.load(acc))
+    elif CHANNEL_ERASE:
+        b_b = wide(gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0))
+    b_dk = b_dk + b_a * wide(q_s.load(acc)) + b_b * b_E
+    b_db = b_k * b_E
+    if not CHANNEL_ERASE:
+        p_db = db + i_k.to(gl.int64) * TOKENS * HV + i_g
+        gl.store(p_db + o_t * HV, gl.sum(b_db, 1), mask=m_t)
+
+    COPY_ERASE: gl.constexpr = db_tiles is not None
+    if rows == BT:
+        if COPY:
+            q_s.store(b_dq.to(dtype))
+            k_s.store(b_dk.to(dtype))
+        if COPY_ERASE:
+            b_s.store(b_db.to(dtype))
+        fence_async_shared()
+    thread_barrier()
+    if rows == BT:
+        if COPY:
+            tma.async_copy_shared_to_global(dq, [start, i_hv * K + i_k * BK], q_s)
+            tma.async_copy_shared_to_global(dk, [start, i_hv * K + i_k * BK], k_s)
+        if COPY_ERASE:
+            tma.async_copy_shared_to_global(db_tiles, [start, i_hv * K + i_k * BK], b_s)
+    if not COPY or rows < BT:
+        store_rows(p_dq + i_g * K + o_hk, b_dq, m_t)
+        store_rows(p_dk + i_g * K + o_hk, b_dk, m_t)
+    if CHANNEL_ERASE:  # noqa: SIM102  (known when it compiles)
+        if not COPY_ERASE or rows < BT:
+            store_rows(db + i_g * K + o_hk, b_db, m_t)
+
+    # rows in runs: sums within each, then what other runs have
+    BLOCKS: gl.constexpr = BT // RUN
+    b_go = go_s.load(run)
+    b_in = running(gi_s.load(run), FROM_ROW)
+    b_out = running(b_go, BEFORE_ROW)
+    # dA and dL are used up
+    ends: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    in_s = A_s._reinterpret(gl.float32, [BLOCKS, BK], ends)
+    out_s = L_s._reinterpret(gl.float32, [BLOCKS, BK], ends)
+    in_s.store(end_of_runs(b_in, False))
+    out_s.store(end_of_runs(b_out, True) + end_of_runs(b_go, True))
+    thread_barrier()
+    o_r = gl.arange(0, BT, gl.SliceLayout(1, run))
+    o_c = gl.arange(0, BK, gl.SliceLayout(0, run))
+    b_e = exp(gl.load(p_G + i_k * BK + o_c + (BT - 1) * K))
+    b_ends = gl.expand_dims(b_e * ss_s.load(gl.SliceLayout(0, run)), 0)
+    in_s = A_s._reinterpret(gl.float32, [BLOCKS, BK], row)
+    out_s = L_s._reinterpret(gl.float32, [BLOCKS, BK], row)
+    for i in gl.static_range(BLOCKS):
+        b_i = gl.expand_dims(in_s.index(i).load(gl.SliceLayout(0, run)), 0)
+        b_o = gl.expand_dims(out_s.index(i).load(gl.SliceLayout(0, run)), 0)
+        i_r = gl.expand_dims(o_r // RUN, 1)
+        b_ends += gl.where(i_r < i, b_i, gl.where(i_r > i, b_o, 0.0))
+    o_rc = o_r[:, None] * (HV * K) + i_k * BK + o_c[None, :]
+    b_dg = b_in + (b_out + b_ends)
+    if dg_tiles is None or rows < BT:
+        store_rows(dg + i_g * K + o_rc, b_dg, o_r < rows)
+    else:
+        # the copy engine's layout: no thread reads what lies here any more
+        dg_s = do_s._reinterpret(gl.float32, [BT, BK], dg_tiles.layout)
+        dg_s.store(b_dg)
+        fence_async_shared()
+        thread_barrier()
+        tma.async_copy_shared_to_global(dg_tiles, [start, i_hv * K + i_k * BK], dg_s)
+    tma.store_wait(0)
+    # The compiler does not see that these hold other tiles too, nor that the copy engine reads them until here.
+    q_s._keep_alive()
+    k_s._keep_alive()
     do_s._keep_alive()
     dr_s._keep_alive()
     u_s._keep_alive()
     s_s._keep_alive()
+    ds_s._keep_alive()
+    A_s._keep_alive()
+    L_s._keep_alive()
 
 
 def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
     """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
-    p, C = problem, problem.chunk_size
+    p, C, dg, db = problem, problem.chunk_size, made["dg"], made["db"]
+    channel = made["BY_CHANNEL"]
+    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY") + (() if channel else ("CHANNEL_ERASE", "LIMIT"))
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
-    args = {name: arg for name, arg in made.items() if name != "PRECISION"} | dict(
+    args = {name: arg for name, arg in made.items() if name not in general} | dict(
         q=tiled(made["q"], p.H * p.K),
         k=tiled(made["k"], p.H * p.K),
         do=tiled(made["do"], p.HV * p.V, columns=p.V),
@@ -309,4 +599,9 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
         p_dq=made["dq"],
         p_dk=made["dk"],
     )
-    Launch(centred_keys, grid, args).run()
+    if channel:
+        args |= dict(
+            db_tiles=tiled(db, p.HV * p.K) if made["CHANNEL_ERASE"] and db.dtype is p.dtype else None,
+            dg_tiles=tiled(dg, p.HV * p.K) if dg.dtype is torch.float32 else None,
+        )
+    Launch(channel_keys if channel else row_keys, grid, args).run()

@@ -20,11 +20,12 @@ launcher works on meta tensors:
         launch.compile()        # for the active Triton driver's target; nothing is launched
 
 The launch runs on the device of its first tensor, whichever device is current, and on that device's current
-stream.
+stream. Which compiled kernel it takes is remembered: Triton's own way to find one takes longer than many a kernel.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -35,6 +36,9 @@ import torch
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
+_REMEMBERED = 4096
+_compiled: dict[tuple[Any, ...], Any] = {}
+_thread = threading.local()
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded_launches", default=None)
 
 
@@ -84,12 +88,47 @@ class Launch:
             launches.append(self)
         elif all(self.grid):
             device = self.device
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if device.type != "cuda":  # Triton's interpreter
                 self.kernel[self.grid](**self.args, **self.options)
+                return
+            with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+                self._run_compiled(device)
+
+    def _run_compiled(self, device: torch.device) -> None:
+        _bind(device)
+        args = [self.args[name] for name in self.kernel.arg_names]
+        key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *_kinds_of(args))
+        kernel = _compiled.get(key)
+        if kernel is None:
+            if len(_compiled) == _REMEMBERED:
+                _compiled.clear()
+            kernel = _compiled[key] = self.compile()
+        kernel[(*self.grid, 1, 1)[:3]](*args)
 
     def compile(self) -> Any:
         """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
         return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
+
+def _bind(device: torch.device) -> None:
+    """Gives a thread that has done nothing but launch, as autograd's may, the CUDA context that descriptors need."""
+    bound = _thread.__dict__.setdefault("bound", set())
+    if device.index not in bound:
+        torch.cuda.mem_get_info(device)  # as any call of the runtime does
+        bound.add(device.index)
+
+
+def _kinds_of(args: list[Any]) -> list[Any]:
+    """All of the arguments that a compiled kernel may rest on: of tensors their dtype and alignment."""
+    kinds: list[Any] = []
+    for arg in args:
+        if issubclass(type(arg), torch.Tensor):  # isinstance is torch's own, and slow
+            kinds += arg.dtype, arg.data_ptr() % 16
+        elif (base := getattr(arg, "base", None)) is not None:
+            kinds += base.dtype, *arg.block_shape
+        else:
+            kinds += type(arg), arg
+    return kinds
 
 
 def _type_of(arg: Any) -> Any:

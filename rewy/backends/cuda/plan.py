@@ -15,7 +15,7 @@ import torch
 import triton
 
 from rewy.backends.cuda.chunks import chunk_count
-from rewy.problem import Gate, Problem
+from rewy.problem import Algebra, Gate, Problem
 
 HOPPER = (9, 0)
 
@@ -24,6 +24,11 @@ GLUON = (
     tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
     and find_spec("triton.experimental.gluon") is not None
 )
+
+
+# Chunks of all heads: what a backward needs of them between passes and gradients is 0.9 GiB at K = V = 128. Shorter
+# spans take less, but each has the host launch all kernels once more.
+SPAN = 8192
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Plan:
 
     `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
     not serve. `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
-    `parts`: of a sequence, that are walked side by side (`segments`).
+    `parts`: of a sequence, that are walked side by side (`segments`, for K up to 128); `chain` is for their states.
+    `spans`: of a sequence, that a backward takes one after the other (module `spans`).
     """
 
     gates: Tiles
@@ -69,8 +75,10 @@ class Plan:
     reverse: Tiles | Pipeline
     scores: Tiles
     keys: Tiles
+    chain: Tiles
     keys_on_hopper: bool = False
     parts: int = 1
+    spans: int = 1
 
     def portable(self) -> Plan:
         """The same with every kernel in plain Triton."""
@@ -88,11 +96,16 @@ def plan(problem: Problem, limits: Limits) -> Plan:
     pairs = Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1)
     scores = Tiles(0, min(V, 32 if wide else 64), warps=4, stages=1)
     keys = Tiles(min(K, 32 if wide else 64), min(V, 32 if wide else 64), warps=4, stages=1)
+    # Two M in shared memory where they fit, and what a product takes.
+    chain = Tiles(K, 16, warps=8 if K > 64 else 4, stages=3 if limits.shared >= 8 * K * (K + 16) else 2)
     if limits.capability == HOPPER and not wide:
         # With 168 registers three programs fit a multiprocessor.
         pairs = replace(pairs, registers=168)
         if 128 <= problem.V <= 256:
             scores, keys = replace(scores, BV=128), _plain_keys(problem, keys)
+        if sequential.stages == 1 and K > 128:
+            # Triton 3.6 and this form read past the end of narrower tiles.
+            sequential = replace(sequential, BV=min(V, 64))
     chosen = Plan(
         gates=Tiles(min(K, 64), 0, warps=4, stages=1),
         pairs=pairs,
@@ -102,8 +115,18 @@ def plan(problem: Problem, limits: Limits) -> Plan:
         reverse=sequential,
         scores=scores,
         keys=keys,
+        chain=chain,
+        spans=_spans(problem),
     )
     return _on_hopper(chosen, problem, limits) if _fits_hopper(problem, limits) else chosen
+
+
+def _spans(problem: Problem) -> int:
+    """One for every `SPAN` chunks of all heads together, of a sequence alone in its batch."""
+    p = problem
+    if p.N > 1 or p.varlen or not p.recompute or p.algebra is not Algebra.REWY:
+        return 1
+    return max(1, chunk_count(p) * p.HV // SPAN)
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
@@ -132,6 +155,18 @@ def _fits_hopper(problem: Problem, limits: Limits) -> bool:
     )
 
 
+def _parts(problem: Problem) -> int:
+    """Enough for every multiprocessor of an H200 to walk one, none shorter than 64 chunks.
+
+    With states between them, passes over parts are thrice the work: fewer than four do not pay.
+    """
+    p = problem
+    programs = max(1, p.N * p.HV * p.V // 64)
+    most = min(132 // programs, p.B * p.T // (p.chunk_size * max(1, p.N) * 64))
+    parts = 1 << max(0, most.bit_length() - 1)
+    return parts if parts >= 4 and p.K <= 128 else 1
+
+
 def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
     """Passes as deep as shared memory allows, up to four chunks: a fifth gains nothing."""
     from rewy.backends.cuda import hopper, hopper_gradients  # need Gluon
@@ -140,8 +175,11 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         depths = (stages for stages in (4, 3, 2) if shared(problem, stages) <= limits.shared)
         return next(map(Pipeline, depths), plan.sequential)
 
+    parts = _parts(problem)
     return replace(
         plan,
+        parts=parts,
+        spans=1 if parts > 1 else plan.spans,
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),

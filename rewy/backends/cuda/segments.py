@@ -13,7 +13,6 @@ Parts begin where chunks begin, so every chunk keeps its number, and with it all
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -35,6 +34,7 @@ def chain_parts(
     N,
     s0,
     s,
+    end,
     # sizes
     HV,
     K: tl.constexpr,
@@ -59,81 +59,19 @@ def chain_parts(
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
     else:
         b_s = tl.load(s0 + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
-    for j in range(0, PARTS):
-        if REVERSE:
-            i_p = i_n * PARTS + PARTS - 1 - j
-        else:
-            i_p = i_n * PARTS + j
-        i_p = i_p.to(tl.int64) * HV + i_hv
-        tl.store(s + i_p * K * V + o_s, b_s, mask=m_s)
-        if REVERSE:
-            o_m = o_k[None, :] * K + o_k[:, None]
-        else:
-            o_m = o_k[:, None] * K + o_k[None, :]
-        b_M = tl.load(M + i_p * K * K + o_m, mask=m_k[:, None] & m_k[None, :], other=0.0)
-        b_N = tl.load(N + i_p * K * V + o_s, mask=m_s, other=0.0)
-        b_s = tl.dot(b_M, b_s, b_N, input_precision=PRECISION)
-
-
-class Parts(NamedTuple):
-    """A problem whose sequences are the parts of another's, and where they lie."""
-
-    problem: Problem
-    chunks: Chunks
-    per_sequence: int
-    M: Tensor  # [N·per_sequence,HV,K,K]
-    starts: Tensor  # [N·per_sequence,HV,K,V]
-
-
-def parts(problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Plan) -> Parts:
-    """Sequences cut into `tiles.parts` of as many chunks each, and the states that the parts begin with."""
-    p, n, C, device = problem, tiles.parts, chunks.size, x.q.device
-    if chunks.cu_seqlens is None:
-        bos = torch.arange(0, p.N * p.T, p.T, device=device)
-        length = torch.full_like(bos, p.T)
-        first = torch.arange(p.N, device=device) * triton.cdiv(p.T, C)
+    if REVERSE:
+        o_m = o_k[None, :] * K + o_k[:, None]
     else:
-        bos, length, first = chunks.cu_seqlens[:-1], chunks.cu_seqlens.diff(), chunks.first
-        assert first is not None
-    count = (length + C - 1) // C
-    before = torch.arange(n, device=device) * ((count + n - 1) // n)[:, None]  # chunks before a part, [N,n]
-    before = before.minimum(count[:, None])
-    cu = (bos[:, None] + (before * C).minimum(length[:, None])).flatten()
-    cu = torch.cat([cu, (bos + length)[-1:]])
-    where = (first[:, None] + before).flatten().to(torch.int32)
-    q = replace(p, B=1, T=p.B * p.T, N=p.N * n, varlen=True)
-    c = replace(chunks, cu_seqlens=cu, first=where)
-
-    def final(problem: Problem, x: Operands) -> Tensor:
-        return state.final(problem, x, gated, Ti, c, tiles.states)
-
-    eye = torch.eye(p.K, device=device).expand(q.N, p.HV, p.K, p.K).contiguous()
-    none = x.v.new_zeros(1, q.T, p.HV, p.K)
-    without = x._replace(v=none, write=None if x.write is None else none, initial_state=eye)
-    M, N = final(replace(q, V=p.K), without), final(q, x._replace(initial_state=None))
-    return Parts(q, c, n, M, chained(p, n, M, N, x.initial_state))
-
-
-def chained(
-    problem: Problem, count: int, M: Tensor, N: Tensor, s0: Tensor | None, reverse: bool = False
-) -> Tensor:
-    """The states that parts begin with, [N·count,HV,K,V], from the first's; in reverse, the gradients at their ends."""
-    p = problem
-    out = torch.empty_like(N)
-    BV = max(16, min(64, triton.next_power_of_2(p.V)))
-    Launch(
-        chain_parts,
-        grid=(p.N * p.HV * triton.cdiv(p.V, BV),),
-        args=dict(
-            M=M, N=N, s0=s0, s=out, HV=p.HV, K=p.K, V=p.V, PARTS=count, REVERSE=reverse,
-            # tf32 in three parts is as exact as fp32 to 1e-6, and on tensor cores
-            PRECISION="ieee" if p.dtype is torch.float32 else "tf32x3",
-            BK=max(16, triton.next_power_of_2(p.K)), BV=BV,
-        ),
-        num_warps=8,
-        num_stages=1,
-    ).run()  # fmt: skip
-    return out
+        o_m = o_k[:, None] * K + o_k[None, :]
+    for j in range(0, PARTS):
+        i_p = i_n * PARTS + (PARTS - 1 - j if REVERSE else j)
+        i_ph = i_p.to(tl.int64) * HV + i_hv
+        tl.store(s + i_ph * K * V + o_s, b_s, mask=m_s)
+        b_M = tl.load(M + i_ph * K * K + o_m, mask=m_k[:, None] & m_k[None, :], other=0.0)
+        b_N = tl.load(N + i_ph * K * V + o_s, mask=m_s, other=0.0)
+        b_s = tl.dot(b_M, b_s, b_N, input_precision=PRECISION)
+    if end is not None:
+        tl.store(end + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
 
 def outputs(
@@ -147,10 +85,11 @@ def outputs(
     keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """As `state.outputs`."""
-    cut = parts(problem, x, gated, Ti, chunks, tiles)
-    inner = x._replace(initial_state=cut.starts)
-    o, ht, kept = state.outputs(cut.problem, inner, gated, A, Ti, cut.chunks, tiles.outputs, keep)
-    return o, ht.unflatten(0, (-1, cut.per_sequence))[:, -1].contiguous(), kept
+    p, chunks = problem, replace(chunks, parts=tiles.parts)
+    M = transitions(p, gated, Ti, chunks, tiles)
+    ht = x.v.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
+    x = x._replace(initial_state=starts(p, x, gated, Ti, M, ht, chunks, tiles))
+    return state.outputs(p, x, gated, A, Ti, chunks, tiles.outputs, keep, ht)
 
 
 def both(
@@ -158,18 +97,52 @@ def both(
     kept: list[Tensor], chunks: Chunks, tiles: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`."""
-    cut = parts(problem, x, gated, Ti, chunks, tiles)
-    inner = x._replace(initial_state=cut.starts)
-    s, u = kept or state.states(cut.problem, inner, gated, Ti, cut.chunks, tiles.states)
+    p, chunks = problem, replace(chunks, parts=tiles.parts)
+    M = transitions(p, gated, Ti, chunks, tiles)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    if kept:
+        s, u = kept
+    else:
+        x = x._replace(initial_state=starts(p, x, gated, Ti, M, None, chunks, tiles))
+        s, u = state.states(p, x, gated, Ti, chunks, tiles.states)
+    x = x._replace(initial_state=None)
+    dN = state.start_gradient(p, gated, A, Ti, do, chunks, tiles.reverse)
+    ends = chained(p, M, dN, dht, dh0, tiles, reverse=True)
+    ds, dr, _ = state.reverse(p, x, gated, A, Ti, do, ends, chunks, tiles.reverse)
+    return s, u, ds, dr, dh0
 
-    def reverse(dht: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        ds, dr, dh0 = state.reverse(cut.problem, inner, gated, A, Ti, do, dht, cut.chunks, tiles.reverse)
-        assert dh0 is not None
-        return ds, dr, dh0
 
-    dN = reverse(None)[2]
-    ds, dr, dstarts = reverse(chained(problem, cut.per_sequence, cut.M, dN, dht, reverse=True))
-    if x.initial_state is None:
-        return s, u, ds, dr, None
-    dh0 = dstarts.unflatten(0, (-1, cut.per_sequence))[:, 0]
-    return s, u, ds, dr, dh0.to(x.initial_state.dtype, memory_format=torch.contiguous_format)
+def transitions(problem: Problem, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Plan) -> Tensor:
+    """M of every part, [N·parts,HV,K,K]."""
+    return state.final(replace(problem, V=problem.K), None, gated, Ti, chunks, tiles.states)
+
+
+def starts(
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, M: Tensor, ht: Tensor | None,
+    chunks: Chunks, tiles: Plan,
+) -> Tensor:  # fmt: skip
+    """The states that parts begin with, [N·parts,HV,K,V], and into `ht`, if there is one, the final ones."""
+    N = state.final(problem, x._replace(initial_state=None), gated, Ti, chunks, tiles.states)
+    return chained(problem, M, N, x.initial_state, ht, tiles)
+
+
+def chained(
+    problem: Problem, M: Tensor, N: Tensor, s0: Tensor | None, end: Tensor | None, tiles: Plan,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """The state before every part, in the order of the walk, and into `end`, if there is one, that after the last."""
+    p, by = problem, tiles.chain
+    s = torch.empty_like(N)
+    Launch(
+        chain_parts,
+        grid=(p.N * p.HV * triton.cdiv(p.V, by.BV),),
+        args=dict(
+            M=M, N=N, s0=s0, s=s, end=end, HV=p.HV, K=p.K, V=p.V, PARTS=tiles.parts, REVERSE=reverse,
+            # tf32 in three parts is as exact as fp32 to 1e-6, and on tensor cores
+            PRECISION="ieee" if p.dtype is torch.float32 else "tf32x3",
+            BK=by.BK, BV=by.BV,
+        ),
+        num_warps=by.warps,
+        num_stages=by.stages,
+    ).run()  # fmt: skip
+    return s

@@ -57,11 +57,16 @@ def decays(f, e, i_ch, o_t, o_k, K: tl.constexpr, BY_CHANNEL: tl.constexpr, BT: 
 
 @triton.jit
 def values(v, b, w, i_t, o_t, o_v, m_t, i_hv, HV, V: tl.constexpr):
-    """A chunk's rows of v and its write gate, as they lie in memory."""
+    """A chunk's rows of v and its write gate, as they lie in memory; without v they are 0."""
     o_vt = o_t[:, None] * (HV * V) + o_v[None, :]
     m_vt = m_t[:, None] & (o_v < V)[None, :]
-    b_v = tl.load(v + (i_t * HV + i_hv) * V + o_vt, mask=m_vt, other=0.0)
-    if w is None:
+    if v is None:
+        b_v = tl.zeros([1, 1], dtype=tl.float32)
+    else:
+        b_v = tl.load(v + (i_t * HV + i_hv) * V + o_vt, mask=m_vt, other=0.0)
+    if v is None:
+        b_w = b_v
+    elif w is None:
         b_w = tl.load(b + i_t * HV + i_hv + o_t * HV, mask=m_t, other=0.0)[:, None]
     else:
         b_w = tl.load(w + (i_t * HV + i_hv) * V + o_vt, mask=m_vt, other=0.0)
@@ -98,15 +103,16 @@ def state_forward(
     BY_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     BT: tl.constexpr,
+    PARTS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_ph = tl.program_id(0) // NV
+    i_p, i_hv = i_ph // HV, i_ph % HV
     i_h = i_hv // (HV // H)
-    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_n, T, BT)
+    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_p, T, BT, PARTS)
     NT = tl.cdiv(length, BT)
 
     o_t = tl.arange(0, BT)
@@ -117,12 +123,14 @@ def state_forward(
     o_s = o_k[:, None] * V + o_v[None, :]
     o_u = o_t[:, None] * V + o_v[None, :]
     o_c = o_t[:, None] * BT + o_t[None, :]
-    dtype = v.dtype.element_ty
+    dtype = x.dtype.element_ty
 
-    if h0 is None:
+    if v is None:
+        b_s = (o_k[:, None] == o_v[None, :]).to(tl.float32)
+    elif h0 is None:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_s = tl.load(h0 + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+        b_s = tl.load(h0 + i_ph.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
     # What no product takes from shared memory is loaded one chunk ahead.
     m_t = o_t < length
     b_vn, b_wn = values(v, b, w, bos, o_t, o_v, m_t, i_hv, HV, V)
@@ -158,7 +166,7 @@ def state_forward(
             b_kt = b_x
         b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), b_e * b_s, input_precision=PRECISION)
     if ht is not None:
-        tl.store(ht + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
+        tl.store(ht + i_ph.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -188,15 +196,16 @@ def state_reverse(
     BY_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     BT: tl.constexpr,
+    PARTS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_ph = tl.program_id(0) // NV
+    i_p, i_hv = i_ph // HV, i_ph % HV
     i_h = i_hv // (HV // H)
-    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_n, T, BT)
+    bos, length, i_c0 = sequence_chunks(cu_seqlens, first, i_p, T, BT, PARTS)
     NT = tl.cdiv(length, BT)
 
     o_t = tl.arange(0, BT)
@@ -213,7 +222,7 @@ def state_reverse(
     if dht is None:
         b_ds = tl.zeros([BK, BV], dtype=tl.float32)
     else:
-        b_ds = tl.load(dht + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+        b_ds = tl.load(dht + i_ph.to(tl.int64) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
     i_cn = (i_c0 + tl.maximum(NT - 1, 0)).to(tl.int64) * HV + i_hv
     f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
     for j in range(0, NT):
@@ -230,11 +239,13 @@ def state_reverse(
         b_T = tl.load(Ti + i_ch * BT * BT + o_c)
         b_do = tl.load(do + (i_t * HV + i_hv) * V + o_o, mask=m_t[:, None] & m_v, other=0.0)
         b_dsd = b_ds.to(dtype)
-        tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
+        if ds is not None:
+            tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
         b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
-        tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
+        if dr is not None:
+            tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
         b_ds *= b_e
         b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
         if BY_CHANNEL:
@@ -244,19 +255,19 @@ def state_reverse(
         b_ds = tl.dot(tl.trans(b_q), (f_q * b_do).to(dtype), b_ds, input_precision=PRECISION)
         b_ds = tl.dot(tl.trans(b_x), (-f_x * b_dr).to(dtype), b_ds, input_precision=PRECISION)
     if dh0 is not None:
-        tl.store(dh0 + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
+        tl.store(dh0 + i_ph.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
 
 
 def outputs(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, chunks: Chunks,
-    tiles: Tiles | Pipeline, keep: bool,
+    tiles: Tiles | Pipeline, keep: bool, ht: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """o [B,T,HV,V], the final state [N,HV,K,V], and what `states` gives if it is to be kept."""
+    """o [B,T,HV,V], the final state [N,HV,K,V] unless it is known, and what `states` gives if it is to be kept."""
     o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
-    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
     s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
-    _forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
-    return o, ht, [t for t in (s, u) if t is not None]
+    end = _states(problem, x.v, chunks) if ht is None else ht
+    forward(problem, x, gated, A, Ti, s, u, o, end if ht is None else None, chunks, tiles)
+    return o, end, [t for t in (s, u) if t is not None]
 
 
 def states(
@@ -264,16 +275,16 @@ def states(
 ) -> tuple[Tensor, Tensor]:
     """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
     s, u = _buffers(problem, x.v, chunks)
-    _forward(problem, x, gated, None, Ti, s, u, None, None, chunks, tiles)
+    forward(problem, x, gated, None, Ti, s, u, None, None, chunks, tiles)
     return s, u
 
 
 def final(
-    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
+    problem: Problem, x: Operands | None, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
 ) -> Tensor:
-    """The final state [N,HV,K,V] alone."""
-    ht = x.v.new_empty(problem.N, problem.HV, problem.K, problem.V, dtype=torch.float32)
-    _forward(problem, x, gated, None, Ti, None, None, None, ht, chunks, tiles)
+    """The final state of every part alone, [N·parts,HV,K,V]."""
+    ht = _states(problem, Ti, chunks)
+    forward(problem, x, gated, None, Ti, None, None, None, ht, chunks, tiles)
     return ht
 
 
@@ -284,6 +295,43 @@ def reverse(
     """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
     ds, dr = _buffers(problem, do, chunks)
     dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    _reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
+    return ds, dr, dh0
+
+
+def start_gradient(
+    problem: Problem, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
+) -> Tensor:
+    """The gradient at the start of every part alone, [N·parts,HV,K,V], from none at its end."""
+    dh0 = _states(problem, Ti, chunks)
+    _reverse(problem, gated, A, Ti, do, None, None, None, dh0, chunks, tiles)
+    return dh0
+
+
+def forward(
+    problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
+    s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None,
+    chunks: Chunks, tiles: Tiles | Pipeline,
+) -> None:  # fmt: skip
+    """The forward pass into those of its results that are not None; A is for o.
+
+    Without x it begins with the identity and has no values.
+    """
+    if isinstance(tiles, Pipeline):
+        from rewy.backends.cuda import hopper  # needs Gluon
+
+        hopper.forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
+    else:
+        v, b, w, h0 = (None,) * 4 if x is None else (x.v, x.erase, x.write, x.initial_state)
+        args: dict[str, object] = dict(v=v, b=b, w=w, A=A, Ti=Ti, h0=h0, s=s, u=u, o=o, ht=ht)
+        _launch(state_forward, problem, gated, chunks, tiles, args)
+
+
+def _reverse(
+    problem: Problem, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
+    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, chunks: Chunks, tiles: Tiles | Pipeline,
+) -> None:  # fmt: skip
+    """The reverse pass into those of its results that are not None."""
     if isinstance(tiles, Pipeline):
         from rewy.backends.cuda import hopper  # needs Gluon
 
@@ -291,24 +339,6 @@ def reverse(
     else:
         args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
         _launch(state_reverse, problem, gated, chunks, tiles, args)
-    return ds, dr, dh0
-
-
-def _forward(
-    problem: Problem, x: Operands, gated: Gated, A: Tensor | None, Ti: Tensor,
-    s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None,
-    chunks: Chunks, tiles: Tiles | Pipeline,
-) -> None:  # fmt: skip
-    """The forward pass into those of its results that are not None; A is for o."""
-    if isinstance(tiles, Pipeline):
-        from rewy.backends.cuda import hopper  # needs Gluon
-
-        hopper.forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
-    else:
-        args: dict[str, object] = dict(
-            v=x.v, b=x.erase, w=x.write, A=A, Ti=Ti, h0=x.initial_state, s=s, u=u, o=o, ht=ht
-        )
-        _launch(state_forward, problem, gated, chunks, tiles, args)
 
 
 def _launch(
@@ -319,9 +349,9 @@ def _launch(
         cu_seqlens=chunks.cu_seqlens, first=chunks.first,
         T=problem.T, H=problem.H, HV=problem.HV, K=problem.K, V=problem.V,
         BY_CHANNEL=by_channel(problem), PRECISION=precision(problem),
-        BT=chunks.size, BK=tiles.BK, BV=tiles.BV,
+        BT=chunks.size, PARTS=chunks.parts, BK=tiles.BK, BV=tiles.BV,
     )  # fmt: skip
-    grid = (problem.N * problem.HV * triton.cdiv(problem.V, tiles.BV),)
+    grid = (problem.N * chunks.parts * problem.HV * triton.cdiv(problem.V, tiles.BV),)
     Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
 
 
@@ -329,3 +359,9 @@ def _buffers(problem: Problem, like: Tensor, chunks: Chunks) -> tuple[Tensor, Te
     """One tensor of [K,V] and one of [C,V] for each chunk and head."""
     shape = chunks.count, problem.HV
     return like.new_empty(*shape, problem.K, problem.V), like.new_empty(*shape, chunks.size, problem.V)
+
+
+def _states(problem: Problem, like: Tensor, chunks: Chunks) -> Tensor:
+    """One of [K,V] in fp32 for each part and head."""
+    p = problem
+    return like.new_empty(p.N * chunks.parts, p.HV, p.K, p.V, dtype=torch.float32)
