@@ -130,6 +130,13 @@ def test_every_row_has_its_figures(measured: results.Results) -> None:
     assert 1e8 < measured.header["ceilings"]["matmul_flops_per_s"] < 1e16
 
 
+def test_a_commit_that_is_named_comes_before_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWY_COMMIT", "0123456789ab")
+    assert results.commit() == "0123456789ab"
+    monkeypatch.setenv("REWY_COMMIT", "")
+    assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?|unknown", results.commit())
+
+
 @pytest.mark.usefixtures("planted")
 def test_a_wrong_contestant_is_not_timed_and_a_slow_one_ranks_last(tmp_path: Path) -> None:
     names = ["rewy", "wrong", "slow", "raising", "rewy-conventional", "fla", "picky"]

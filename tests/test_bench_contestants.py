@@ -166,10 +166,12 @@ def test_flashqla_compiles_once_for_its_two_operators() -> None:
     assert flashqla.kind(delta) == flashqla.kind(gated) == gated
 
 
-def test_rewy_plain_says_why_not() -> None:
-    if not torch.cuda.is_available():
-        assert CONTESTANTS["rewy-plain"].absent(CPU) is not None
-    assert CONTESTANTS["rewy-plain"].declines(case_of("kda", packed=False)) is not None
+def test_rewy_plain_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = CONTESTANTS["rewy-plain"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert plain.absent(CPU) == "no CUDA device is available"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert plain.declines(case_of("kda", packed=False)) == "it computes on cuda tensors, q is on cpu"
 
 
 COMPILING = """

@@ -254,6 +254,7 @@ class Harness:
         samplers: dict[str, Sampler] = {}
         calls: dict[str, int] = {}
         first: tuple[str, Gradients] | None = None
+        grads: Gradients | None = None
         for c, row in rows.items():
             name = split_label(c)
             each = self._verdict(name, level, case).bytes_per_token * case.tokens
@@ -273,6 +274,7 @@ class Harness:
             except Exception as e:  # one contestant's failure is a finding about it; the others go on
                 survived(self.clock, e, c)
                 rows[c] = _failed(row, e)
+        first = grads = None  # what is timed has the memory to itself
         take_turns(samplers, calls, self.config.timing, self.clock)
         for c, sampler in samplers.items():
             backward, forward = sampler.spreads()

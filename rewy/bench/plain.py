@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.plan import Limits, Plan, plan
 from rewy.problem import Problem
 
 
-@lru_cache(maxsize=256)
 def plain(problem: Problem, limits: Limits) -> Plan:
     return replace(plan(problem, limits).portable(), spans=1, parts=1)  # as the conventional form goes
 

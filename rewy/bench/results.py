@@ -220,7 +220,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The source's commit, `-dirty` when files differ from it. A copy without its repository has REWY_COMMIT."""
+    """The source's commit: REWY_COMMIT where it is set, or git's answer, `-dirty` when files differ from it.
+
+    A copy may lie in a repository that stands elsewhere, so what was said outright comes first.
+    """
+    if said := os.environ.get("REWY_COMMIT"):
+        return said
 
     def git(*arguments: str) -> str:
         where = Path(__file__).resolve().parents[2]
@@ -232,7 +237,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("REWY_COMMIT", "unknown")
+        return "unknown"
 
 
 def _cpu_name() -> str:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
@@ -207,7 +209,9 @@ def test_kept_states_change_nothing(
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(
-    "change", [dict(), dict(T=96, H=2, initial_state=False, dht=False)], ids=["tail", "stateless"]
+    "change",
+    [dict(), dict(T=96, H=2, initial_state=False, dht=False), dict(T=40, dtype=torch.float16)],
+    ids=["tail", "stateless", "half"],
 )
 def test_spans_change_no_bit(operator: str, change: dict, device: torch.device) -> None:
     case = replace(SMALL, operator=operator, **(dict(T=100) | change))
@@ -232,6 +236,25 @@ def test_long_sequences_go_by_spans() -> None:
     for other in (replace(long, T=8192), replace(long, B=2)):
         assert spans(other) == 1
     assert spans(long, recompute=False) == 1
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_is_kept_can_be_told_of_a_length_that_is_traced(operator: str) -> None:
+    x = make(replace(SMALL, operator=operator, T=300, initial_state=False))[0]
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def of_any_length(t: torch.Tensor) -> torch.Tensor:
+        sizes = [DimDynamic.DYNAMIC if i == 1 else DimDynamic.STATIC for i in range(t.dim())]
+        return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    traced = Operands(*(None if t is None else of_any_length(t) for t in x))
+    with mode:
+        problem = problem_of(traced, Options(1.0, 16, True, "rewy"))
+        assert not isinstance(problem.T, int)
+        kept = CudaBackend().fake_kept(problem, traced)
+    known = problem_of(x, Options(1.0, 16, True, "rewy"))
+    expected = [t.shape for t in CudaBackend().fake_kept(known, x)]
+    assert [tuple(map(int, t.shape)) for t in kept] == [tuple(shape) for shape in expected]
 
 
 def test_the_planner_can_be_replaced(device: torch.device) -> None:

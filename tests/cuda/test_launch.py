@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rewy.backends.cuda import prologue
+from rewy.backends.cuda import launch, prologue
 from rewy.backends.cuda.launch import Launch, recording
 
 
@@ -62,3 +62,30 @@ def test_a_signature_tells_compiled_kernels_apart():
 
 def test_a_descriptors_device_is_its_tensors():
     assert Launch(prologue.sigmoid_fwd, (1,), dict(scale=1.0, x=rows(torch.empty(1), 1))).device.type == "cpu"
+
+
+def test_a_compiled_kernel_serves_all_arguments_of_its_kind(monkeypatch: pytest.MonkeyPatch):
+    compiled, run = [], []
+
+    def compile_(self: Launch):
+        compiled.append(self)
+        return {grid: lambda *args: run.append(args) for grid in [(1, 1, 1)]}
+
+    monkeypatch.setattr(Launch, "compile", compile_)
+    monkeypatch.setattr(launch, "_bind", lambda device: None)
+    monkeypatch.setattr(launch, "_compiled", {})
+    x = torch.empty(64)
+
+    class kernel:
+        arg_names, do_not_specialize = ["x", "T", "K"], ["T"]
+
+    def compiles(device: int = 0, **changes) -> bool:
+        before, args = len(compiled), dict(x=x, T=100, K=16) | changes
+        Launch(kernel, (1,), args)._run_compiled(torch.device("cuda", device))
+        return len(compiled) > before
+
+    assert compiles() and compiles(device=1)
+    assert not any(compiles(**same) for same in (dict(x=torch.empty(8)), dict(T=1), dict(K=16)))
+    others = dict(x=x.half()), dict(x=x[1:]), dict(T=2**31), dict(K=32), dict(K=1), dict(K=True), dict(x=None)
+    assert all(compiles(**other) for other in (*others, dict(x=rows(x, 64)), dict(x=rows(x, 32))))
+    assert [len(args) for args in run] == [3] * 14

@@ -49,7 +49,8 @@ class CudaBackend:
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
         if tiles.spans > 1 and training:
-            o, ht, *states = spans.outputs(problem, x, gated, A, Ti, tiles)
+            assert problem.recompute
+            o, ht, states = spans.outputs(problem, x, gated, A, Ti, tiles)
         elif tiles.parts > 1:
             o, ht, states = segments.outputs(problem, x, gated, A, Ti, chunks, tiles, keep)
         else:

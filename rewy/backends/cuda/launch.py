@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,14 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 
 _REMEMBERED = 4096
 _compiled: dict[tuple[Any, ...], Any] = {}
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.bound: set[int | None] = set()  # devices whose context this thread has
+
+
+_thread = _Thread()
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded_launches", default=None)
 
 
@@ -97,10 +105,11 @@ class Launch:
     def _run_compiled(self, device: torch.device) -> None:
         _bind(device)
         args = [self.args[name] for name in self.kernel.arg_names]
-        key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *_kinds_of(args))
+        kinds = _kinds_of(args, _unspecialized(self.kernel))
+        key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *kinds)
         kernel = _compiled.get(key)
         if kernel is None:
-            if len(_compiled) == _REMEMBERED:
+            if len(_compiled) >= _REMEMBERED:  # threads may pass the limit together
                 _compiled.clear()
             kernel = _compiled[key] = self.compile()
         kernel[(*self.grid, 1, 1)[:3]](*args)
@@ -112,23 +121,30 @@ class Launch:
 
 def _bind(device: torch.device) -> None:
     """Gives a thread that has done nothing but launch, as autograd's may, the CUDA context that descriptors need."""
-    bound = _thread.__dict__.setdefault("bound", set())
-    if device.index not in bound:
+    if device.index not in _thread.bound:
         torch.cuda.mem_get_info(device)  # as any call of the runtime does
-        bound.add(device.index)
+        _thread.bound.add(device.index)
 
 
-def _kinds_of(args: list[Any]) -> list[Any]:
+def _kinds_of(args: list[Any], unspecialized: frozenset[int]) -> list[Any]:
     """All of the arguments that a compiled kernel may rest on: of tensors their dtype and alignment."""
     kinds: list[Any] = []
-    for arg in args:
+    for i, arg in enumerate(args):
         if issubclass(type(arg), torch.Tensor):  # isinstance is torch's own, and slow
             kinds += arg.dtype, arg.data_ptr() % 16
         elif (base := getattr(arg, "base", None)) is not None:
             kinds += base.dtype, *arg.block_shape
+        elif i in unspecialized:
+            kinds.append(-(2**31) <= arg < 2**31)
         else:
             kinds += type(arg), arg
     return kinds
+
+
+@cache
+def _unspecialized(kernel: Any) -> frozenset[int]:
+    """Of a kernel's parameters those, all integers, that it is compiled for any value of."""
+    return frozenset(map(kernel.arg_names.index, kernel.do_not_specialize))
 
 
 def _type_of(arg: Any) -> Any:

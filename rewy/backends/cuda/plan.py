@@ -81,13 +81,17 @@ class Plan:
     spans: int = 1
 
     def portable(self) -> Plan:
-        """The same with every kernel in plain Triton."""
+        """The same with every kernel in plain Triton; whether parts would pay is not known for it."""
         plain = self.sequential
-        return replace(self, outputs=plain, states=plain, reverse=plain, keys_on_hopper=False)
+        return replace(self, outputs=plain, states=plain, reverse=plain, keys_on_hopper=False, parts=1)
 
 
-@lru_cache(maxsize=256)
 def plan(problem: Problem, limits: Limits) -> Plan:
+    # A length that is being traced has no hash.
+    return _remembered(problem, limits) if type(problem.T) is int else _chosen(problem, limits)
+
+
+def _chosen(problem: Problem, limits: Limits) -> Plan:
     wide = problem.dtype is torch.float32
     K, V = padded(problem)
     # A sequential pass keeps K x BV numbers in registers: narrow slices also give more programs.
@@ -121,12 +125,15 @@ def plan(problem: Problem, limits: Limits) -> Plan:
     return _on_hopper(chosen, problem, limits) if _fits_hopper(problem, limits) else chosen
 
 
+_remembered = lru_cache(maxsize=256)(_chosen)
+
+
 def _spans(problem: Problem) -> int:
-    """One for every `SPAN` chunks of all heads together, of a sequence alone in its batch."""
+    """As many as have no more than `SPAN` chunks of all heads, for a sequence alone in its batch."""
     p = problem
     if p.N > 1 or p.varlen or not p.recompute or p.algebra is not Algebra.REWY:
         return 1
-    return max(1, chunk_count(p) * p.HV // SPAN)
+    return triton.cdiv(chunk_count(p) * p.HV, SPAN)
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
@@ -161,9 +168,10 @@ def _parts(problem: Problem) -> int:
     With states between them, passes over parts are thrice the work: fewer than four do not pay.
     """
     p = problem
-    programs = max(1, p.N * p.HV * p.V // 64)
-    most = min(132 // programs, p.B * p.T // (p.chunk_size * max(1, p.N) * 64))
-    parts = 1 << max(0, most.bit_length() - 1)
+    programs, shortest = max(1, p.N * p.HV * p.V // 64), max(1, p.N) * 64 * p.chunk_size
+    parts = 1
+    while 2 * parts * programs <= 132 and 2 * parts * shortest <= p.B * p.T:
+        parts *= 2
     return parts if parts >= 4 and p.K <= 128 else 1
 
 

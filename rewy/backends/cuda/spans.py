@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from rewy.backends.cuda import gates, gradients, state
-from rewy.backends.cuda.chunks import chunks_of
+from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.gates import Gated
 from rewy.backends.cuda.plan import Plan
 from rewy.problem import Gate, Gradients, Operands, Problem
@@ -42,22 +42,25 @@ class Span(NamedTuple):
         cut = {
             name: self.tokens(t)
             for name, t in x._asdict().items()
-            if t is not None and t is not x.initial_state
+            if t is not None and name != "initial_state"
         }
         return x._replace(**cut, initial_state=start)
 
     def gated(self, x: Operands, gated: Gated) -> Gated:
         """Of the whole sequence's what belongs to the span, whose operands are x."""
-        cut = {name: self.by_chunk(t) for name, t in gated._asdict().items() if t is not None}
         by_token = {} if gates.by_channel(self.problem) else dict(x=x.k, kt=x.k, qt=x.q)
-        return gated._replace(**cut | by_token)
+        by_chunk = {
+            name: self.by_chunk(t)
+            for name, t in gated._asdict().items()
+            if t is not None and name not in by_token
+        }
+        return gated._replace(**by_chunk, **by_token)
 
 
 def spans_of(problem: Problem, count: int) -> list[Span]:
     """At most `count` spans of as many chunks each, but for the last."""
     C, T = problem.chunk_size, problem.T
-    chunks = triton.cdiv(T, C)
-    each = triton.cdiv(chunks, count)
+    chunks, each = _divided(problem, count)
     firsts = range(0, chunks, each)
     ends = [(first, min(first + each, chunks)) for first in firsts]
     bounds = [(first * C, min(last * C, T), first, last) for first, last in ends]
@@ -66,14 +69,20 @@ def spans_of(problem: Problem, count: int) -> list[Span]:
 
 def starts_like(problem: Problem, x: Operands, count: int) -> Tensor:
     """Room for the states that all spans but the first begin with, [spans-1,1,HV,K,V]."""
-    p = problem
-    return x.q.new_empty(len(spans_of(p, count)) - 1, 1, p.HV, p.K, p.V, dtype=torch.float32)
+    p, (chunks, each) = problem, _divided(problem, count)
+    return x.q.new_empty(triton.cdiv(chunks, each) - 1, 1, p.HV, p.K, p.V, dtype=torch.float32)
+
+
+def _divided(problem: Problem, count: int) -> tuple[int, int]:
+    """Chunks of the sequence, and of a span."""
+    chunks = chunk_count(problem)
+    return chunks, triton.cdiv(chunks, count)
 
 
 def outputs(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, tiles: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o [1,T,HV,V], the final state [1,HV,K,V], and the states that all spans but the first begin with."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o [1,T,HV,V], the final state [1,HV,K,V], and to keep, the states that all spans but the first begin with."""
     p, o = problem, torch.empty_like(x.v)
     ht = x.v.new_empty(1, p.HV, p.K, p.V, dtype=torch.float32)
     starts = starts_like(p, x, tiles.spans)
@@ -85,7 +94,7 @@ def outputs(
             span.tokens(o), end, chunks_of(span.problem, y), tiles.outputs,
         )  # fmt: skip
         start = end
-    return o, ht, starts
+    return o, ht, [starts]
 
 
 def backward(
