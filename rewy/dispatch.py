@@ -25,6 +25,8 @@ MODULES = {
     "ascend": "rewy.backends.ascend",
     "reference": "rewy.backends.reference",
 }
+UNLISTED: dict[str, str] = {}
+"""More of them, that a program adds for itself: asked for by name they compute, but no list or message has them."""
 MADE_FOR = {"cuda": "cuda", "npu": "ascend"}
 """Device types and the backend made for them."""
 _DEVICES = {backend: device for device, backend in MADE_FOR.items()}
@@ -33,11 +35,11 @@ _DEVICES = {backend: device for device, backend in MADE_FOR.items()}
 @cache
 def load(name: str) -> Backend:
     """The backend of this name; its heavy dependencies are imported when it first computes."""
-    if name not in MODULES:
+    if name not in MODULES | UNLISTED:
         known = ", ".join(f"{other} ({reason})" if reason else other for other, reason in backends().items())
         raise ValueError(f"backend must be one of {known}, got {name!r}")
     try:
-        module = importlib.import_module(MODULES[name])
+        module = importlib.import_module((MODULES | UNLISTED)[name])
     except ImportError as error:
         return cast(Backend, Unimportable(name, str(error)))
     return cast(Backend, module.backend)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from checks import EXACT, GATED, assert_close, assert_within_budget
+from checks import EXACT, GATED, assert_close, assert_exact, assert_within_budget
 from torch.nn import functional as F
 
 import rewy
+from rewy.algebra import chunked, pairs
 from rewy.problem import OPERATORS
 from rewy.testing import Case, arguments, computed, error, exact, leaves, make
 from rewy.testing.cases import log_decay
@@ -59,6 +62,22 @@ def test_no_division_by_the_decay(operator, gate):
     x, do, dht = make(Case(operator, T=100, gate=gate))
     dg, expected = computed(x, do, dht)["dg"], exact(x, do, dht)["dg"]
     assert (dg - expected).abs().max() <= EXACT * expected.abs().max()
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("gate", ["GL16", "GQ", "GX25.8", "GH1000", "G5"])
+@pytest.mark.parametrize("operator", ["kda", "gdn2"])
+def test_halves_need_no_look_at_the_decays(operator, gate, chunk_size, monkeypatch):
+    """The pairs of devices whose values the host does not read."""
+
+    def unread(decay, arithmetic, G):
+        return pairs.pairs(decay, replace(arithmetic, reads_decays=False), G)
+
+    monkeypatch.setattr(chunked, "pairs", unread)
+    case = Case(operator, T=100, gate=gate, chunk_size=chunk_size)
+    assert_exact(case)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_within_budget(replace(case, dtype=dtype))
 
 
 @pytest.mark.parametrize("raw", ["mixed", "saturated"])

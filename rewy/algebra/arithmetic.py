@@ -22,6 +22,9 @@ class Arithmetic:
     """Cumulative log decays. A chunk of strong decays sums to thousands, and what counts are differences between
     neighbours: in fp32 they would keep three digits."""
 
+    reads_decays: bool = True
+    """Whether the host may read decays from the device, and wait for it, to choose the cheapest products."""
+
     @classmethod
     def of(cls, dtype: torch.dtype) -> Arithmetic:
         """fp64 and fp32 inputs compute in their own dtype; 16-bit ones with fp32 accumulation."""

@@ -88,8 +88,7 @@ class PairwisePairs(CentredPairs):
     """Decay per channel with every pair inside a block of 16 weighted on its own, token by token."""
 
     def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
-        super().__init__(arithmetic, G)
-        self.size = min(BLOCK, G.shape[-2])
+        super().__init__(arithmetic, G, min(BLOCK, G.shape[-2]))
 
     def _diagonal_adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         M, G, a, k = diagonal_blocks(M, self.size), *(blocks(t, self.size) for t in (self.G, a, k))

@@ -47,9 +47,9 @@ class Layout:
             chunks += [(offsets[n] + i * C, offsets[n + 1]) for n in active]
         first, end = torch.tensor(chunks, dtype=torch.long).view(-1, 2, 1).unbind(1)
         tokens = first + torch.arange(C)
-        tokens = torch.where(tokens < end, tokens, T).flatten().to(x.q.device)
+        tokens = sent(torch.where(tokens < end, tokens, T).flatten(), x.q.device)
         sorted_already = order == list(range(len(order)))
-        return cls(steps, tokens, None if sorted_already else torch.tensor(order, device=x.q.device), B, T, C)
+        return cls(steps, tokens, None if sorted_already else sent(torch.tensor(order), x.q.device), B, T, C)
 
     def stack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B,T,H,...] as chunks [M,H,C,...] in `dtype`."""
@@ -64,7 +64,7 @@ class Layout:
                 .contiguous()
             )
         rows = _padded(x, self.T + 1)[0]
-        return rows[self.tokens].unflatten(0, (-1, self.C)).transpose(1, 2).contiguous()
+        return rows.index_select(0, self.tokens).unflatten(0, (-1, self.C)).transpose(1, 2).contiguous()
 
     def unstack(self, chunks: Tensor) -> Tensor:
         """Chunks [M,H,C,...] as [B,T,H,...]; rows of no sequence are zero."""
@@ -82,6 +82,13 @@ class Layout:
     def unsort(self, states: Tensor) -> Tensor:
         """The inverse of `sort`."""
         return states if self.order is None else torch.empty_like(states).index_copy(0, self.order, states)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. From pageable memory the copy would wait for all that the device has to do yet."""
+    if device.type in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def _padded(x: Tensor, T: int) -> Tensor:

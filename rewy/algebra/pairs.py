@@ -19,7 +19,7 @@ g ≤ 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -37,7 +37,11 @@ class Pairs(Protocol):
 
 def pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
     """The pair stage for in-chunk cumulative decays G [..,C,1] or [..,C,K]."""
-    return CentredPairs(arithmetic, G) if decay is Gate.CHANNEL else WeightedPairs(arithmetic, G)
+    if decay is not Gate.CHANNEL:
+        return WeightedPairs(arithmetic, G)
+    if not arithmetic.reads_decays:
+        return HalvedPairs(arithmetic, G)
+    return CentredPairs(arithmetic, G, centred_block(G.detach(), arithmetic.span))
 
 
 class WeightedPairs:
@@ -65,10 +69,10 @@ class CentredPairs:
     both exponents are ≤ 0; those off-diagonal squares tile the rest of the triangle by halves.
     """
 
-    def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
+    def __init__(self, arithmetic: Arithmetic, G: Tensor, size: int) -> None:
         self.mm, self.mm_work, self.exp = arithmetic.mm, arithmetic.mm_work, arithmetic.exp
         self.G = G
-        self.size = centred_block(G.detach(), arithmetic.span)
+        self.size = size
 
     def scores(self, a: Tensor, k: Tensor) -> Tensor:
         out = a.new_zeros(*a.shape[:-1], a.shape[-2])
@@ -76,7 +80,7 @@ class CentredPairs:
             rows, cols = self._centred()
             product = self.mm(blocks(a, self.size) * rows, (blocks(k, self.size) * cols).mT)
             diagonal_blocks(out, self.size).copy_(product.tril(-1))
-        for m, rows, cols in self._squares():
+        for m, rows, cols in squares(self.G, self.size, self.exp):
             square(out, m).copy_(self.mm(later(a, m) * rows, (earlier(k, m) * cols).mT))
         return out
 
@@ -85,7 +89,7 @@ class CentredPairs:
             da, dk = self._diagonal_adjoint(M, a, k)
         else:
             da, dk = torch.zeros_like(a), torch.zeros_like(k)
-        for m, rows, cols in self._squares():
+        for m, rows, cols in squares(self.G, self.size, self.exp):
             block = square(M, m)
             later(da, m).add_(rows * self.mm_work(block, earlier(k, m) * cols))
             earlier(dk, m).add_(cols * self.mm_work(block.mT, later(a, m) * rows))
@@ -103,13 +107,46 @@ class CentredPairs:
         centre = ((G.amax(-2, keepdim=True) + G.amin(-2, keepdim=True)) / 2).detach()
         return self.exp(G - centre), self.exp(centre - G)
 
-    def _squares(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        m = self.size
-        while m < self.G.shape[-2]:
-            early, late = earlier(self.G, m), later(self.G, m)
-            boundary = early[..., -1:, :].detach()
-            yield m, self.exp(late - boundary), self.exp(boundary - early)
-            m *= 2
+
+class HalvedPairs:
+    """Decay per channel by halves alone: right for any decays without a look at them.
+
+    Level m has the pairs of the two halves of each block of 2m. Between them c is the last decay of the earlier half,
+    so that no exponent is positive. All later halves against all earlier ones are one product [C/2,C/2] a chunk,
+    equally large at every level; the blocks [m,m] on its diagonal count.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, G: Tensor) -> None:
+        self.mm, self.mm_work, self.exp = arithmetic.mm, arithmetic.mm_work, arithmetic.exp
+        self.G = G
+
+    def scores(self, a: Tensor, k: Tensor) -> Tensor:
+        out = a.new_zeros(*a.shape[:-1], a.shape[-2])
+        for m, rows, cols in squares(self.G, 1, self.exp):
+            product = self.mm((later(a, m) * rows).flatten(-3, -2), (earlier(k, m) * cols).flatten(-3, -2).mT)
+            square(out, m).copy_(diagonal_blocks(product, m))
+        return out
+
+    def adjoint(self, M: Tensor, a: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        da, dk = torch.zeros_like(a), torch.zeros_like(k)
+        half = a.shape[-2] // 2
+        for m, rows, cols in squares(self.G, 1, self.exp):
+            block = M.new_zeros(*M.shape[:-2], half, half)
+            diagonal_blocks(block, m).copy_(square(M, m))
+            left = self.mm_work(block, (earlier(k, m) * cols).flatten(-3, -2))
+            right = self.mm_work(block.mT, (later(a, m) * rows).flatten(-3, -2))
+            later(da, m).add_(rows * blocks(left, m))
+            earlier(dk, m).add_(cols * blocks(right, m))
+        return da, dk, None
+
+
+def squares(G: Tensor, m: int, exp: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(m, e^{G_i − c}, e^{c − G_j}) for the squares of m, 2m, ..., with c the last decay before a later half."""
+    while m < G.shape[-2]:
+        early, late = earlier(G, m), later(G, m)
+        boundary = early[..., -1:, :].detach()
+        yield m, exp(late - boundary), exp(boundary - early)
+        m *= 2
 
 
 def centred_block(G: Tensor, span: float) -> int:

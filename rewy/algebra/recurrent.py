@@ -29,7 +29,8 @@ def recurrence(x: Operands, scale: float, dtype: torch.dtype = torch.float64) ->
     w = b if x.write is None else x.write.to(dtype)
     decay = None if x.g is None else _columns(x.g.to(dtype)).exp()
 
-    offsets = None if x.cu_seqlens is None else x.cu_seqlens.tolist()
+    cu_seqlens = x.cu_seqlens if x.cu_seqlens_cpu is None else x.cu_seqlens_cpu
+    offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     spans = [(0, T)] if offsets is None else list(itertools.pairwise(offsets))
     outputs, finals = [], []
     for n, (start, stop) in enumerate(spans):

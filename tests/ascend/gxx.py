@@ -22,11 +22,17 @@ needed = pytest.mark.skipif(
 def build(source: str, folder: Path) -> Path:
     """The program of emulation/`source`."""
     program = folder / Path(source).stem
-    warnings = ["-Wall", "-Wextra", "-Werror"]
-    includes = [f"-I{EMULATION}", f"-I{CSRC}"]
-    command = ["g++", "-std=c++20", "-O1", "-g", *warnings, *SANITIZERS, *includes]
-    subprocess.run([*command, EMULATION / source, "-o", program, "-lpthread"], check=True)
+    run = compiled(program, EMULATION / source)
+    assert run.returncode == 0, run.stderr
     return program
+
+
+def compiled(program: Path, *sources: Path, headers: Path = EMULATION) -> subprocess.CompletedProcess[str]:
+    """g++ making a program of sources; what they include is looked for in `headers` first."""
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    includes = [f"-I{headers}", f"-I{EMULATION}", f"-I{CSRC}"]
+    command = ["g++", "-std=c++20", "-O1", "-g", *warnings, *SANITIZERS, *includes]
+    return subprocess.run([*command, *sources, "-o", program, "-lpthread"], stderr=subprocess.PIPE, text=True)
 
 
 def output(program: Path, *arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip(
     reason="torch_npu has an environment of its own: scripts/ascend_ladder.sh",
     exc_type=ImportError,
 )
-from test_torch_npu import assert_right, on_npu
+from test_torch_npu import assert_right, on_npu, waits
 
 LIBRARY = os.environ.get("REWY_ASCEND_TEST_LIBRARY")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="scripts/ascend_ladder.sh builds the operators")
@@ -35,8 +36,12 @@ CASES = {
     "from no decay to strong": Case("", B=1, T=130, K=64, V=64, gate="GQ"),
     "saturated at -5": Case("", B=1, T=128, K=64, V=64, gate="G5"),
     "no tokens": Case("", T=0, K=64, V=64),
+    "packed, every sequence empty": Case("", B=1, T=7, K=64, V=64, lengths=(0, 0)),
     "one token": Case("", B=3, T=1, K=64, V=64),
     "large heads": Case("", B=1, T=70, H=1, HV=1, K=256, V=256),
+    "three tiles of key and of value channels": Case("", B=1, T=70, H=1, HV=2, K=192, V=192),
+    "three tiles of key channels, from no decay to strong": Case("", B=1, T=70, K=192, V=64, gate="GQ"),
+    "three tiles of value channels": Case("", B=1, T=70, H=1, HV=2, K=128, V=192, lengths=(3, 66)),
     "a scan for every core": Case("", B=8, T=70, H=2, HV=4, K=64, V=128),
     "more chunks than cores": Case("", B=2, T=600, H=1, HV=2, K=64, V=64),
     "packed, far and near side by side": Case("", B=1, T=200, K=64, V=64, lengths=(3, 130, 64), gate="GH300"),
@@ -58,7 +63,10 @@ def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
     assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": dtype})))
 
 
-@pytest.mark.parametrize("title", ["two chunks and a tail", "hard resets", "large heads"])
+@pytest.mark.parametrize(
+    "title",
+    ["two chunks and a tail", "hard resets", "large heads", "three tiles of key and of value channels"],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_conventional_form(operator: str, title: str) -> None:
     case = Case(**(vars(CASES[title]) | {"operator": operator, "dtype": torch.bfloat16}))
@@ -108,6 +116,11 @@ def test_who_computes(
         monkeypatch.setattr(torch.ops.rewy_ascend, name, counted(name, op))
     on_npu(Case(operator, B=1, T=70, K=64, V=64, lengths=lengths, dtype=torch.bfloat16), algebra=algebra)
     assert called == ["state_forward", "state_forward", "state_reverse", "chunk_gradient"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
+    assert waits(operator, tmp_path, REWY_ASCEND_OPS=str(LIBRARY)) == []
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

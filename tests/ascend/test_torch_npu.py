@@ -50,9 +50,9 @@ def assert_right(case: Case, **options: object) -> None:
     assert not {name: (e, allowed[name]) for name, e in found.items() if not e <= allowed[name]}
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -98,6 +98,11 @@ PARITY = [(operator, title, dtype) for operator in OPERATORS for title in QUICK 
 def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
     """Every case of `rewy verify` in every dtype."""
     assert_right(replace(QUICK[title], operator=operator, dtype=dtype))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_sequence_empty(operator: str) -> None:
+    assert_right(Case(operator, B=1, T=7, lengths=(0, 0), dtype=torch.bfloat16))
 
 
 def test_known_gaps_are_there() -> None:
@@ -182,7 +187,7 @@ def test_refusals() -> None:
 
 
 def test_what_reaches_the_device(tmp_path: Path) -> None:
-    """Products of 16-bit operands with fp32 results, no arithmetic on integers, no waiting for the host."""
+    """Products of 16-bit operands with fp32 results, no arithmetic on integers."""
     log = tmp_path / "log"
     run = python(
         "import torch\n"
@@ -199,13 +204,72 @@ def test_what_reaches_the_device(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     lines = log.read_text().splitlines()
-    assert not [line for line in lines if line.startswith("copy to host")]
     assert not [line for line in lines if "Long" in line or "Double" in line]
     products = [re.findall(r"(\w+)\[", line) for line in lines if line.startswith("aclnnBatchMatMul")]
     assert products and all(types == ["BFloat16", "BFloat16", "Float"] for types in products)
     # What remains in fp32 is the inverse of each chunk's unit triangle, in blocks of at most 32.
     shapes = [re.search(r"(\d+)\]", line) for line in lines if line.startswith("aclnnMatmul")]
     assert all(shape is not None and int(shape[1]) <= 32 for shape in shapes)
+
+
+WAITS = """
+import os, sys, torch, rewy
+from rewy.testing import Case, arguments, computed, leaves, make
+
+operator, log = sys.argv[1:]
+
+def logged(what, call):
+    torch.npu.synchronize()
+    open(log, "w").close()
+    call()
+    lines = open(log).read().splitlines()
+    assert any(line.startswith("aclnn") for line in lines), what
+    for line in lines:
+        if line.startswith(("wait", "copy to host")):
+            print(what, line, sep=": ")
+
+for lengths in (None, (65, 0, 64, 3), (3, 130)):
+    case = Case(operator, B=1, T=140, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
+    x, do, dht = make(case)
+    x = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens), "npu")
+    do, dht = do.npu(), dht.npu()
+    in_kernel = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=x.write is None)
+    if x.g is not None:
+        in_kernel |= dict(use_gate_in_kernel=True, A_log=torch.zeros(x.g.shape[2]).npu())
+    for options in ({}, {"algebra": "conventional"}, {"disable_recompute": True}, in_kernel):
+        logged(f"{lengths} {[*options]}", lambda: computed(x, do, dht, backend="ascend", **options))
+    with torch.no_grad():
+        logged(f"{lengths} step", lambda: rewy.delta_attention_step(**arguments(x), backend="ascend"))
+torch.npu.synchronize()
+"""
+
+
+def waits(operator: str, folder: Path, before: str = "", **environment: str) -> list[str]:
+    """Where the host waits for the device: forward and backward in every form, decoding; dense and packed."""
+    log = folder / "log"
+    run = python(before + WAITS, operator, str(log), FAKE_ACL_LOG=str(log), **environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
+    assert waits(operator, tmp_path, REWY_ASCEND_OPS="never") == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "from rewy.algebra import layout\nlayout.sent = lambda x, device: x.to(device)\n",
+        "import torch\n"
+        "from rewy.backends.ascend.arithmetic import CubeArithmetic\n"
+        "CubeArithmetic.of = lambda dtype: CubeArithmetic(torch.float32, dtype, torch.float32)\n",
+    ],
+    ids=["copy from pageable memory", "decays that are read"],
+)
+def test_a_wait_is_noticed(before: str, tmp_path: Path) -> None:
+    found = waits("kda", tmp_path, before)
+    assert any("wait for a stream" in line for line in found)
 
 
 def test_an_operator_that_is_not_there_fails_loudly() -> None:

@@ -19,7 +19,7 @@ class CubeArithmetic(Arithmetic):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> CubeArithmetic:
-        return cls(work=torch.float32, operand=dtype, log=torch.float32)
+        return cls(work=torch.float32, operand=dtype, log=torch.float32, reads_decays=False)
 
     def mm(self, a: Tensor, b: Tensor) -> Tensor:
         return _product(a.to(self.operand), b.to(self.operand))

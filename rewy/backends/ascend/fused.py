@@ -15,6 +15,7 @@ from torch import Tensor
 from rewy.algebra.adjoint import Reverse, collected, decay_gradient
 from rewy.algebra.arithmetic import Arithmetic
 from rewy.algebra.chunked import Chunks, attention, wy_inverse
+from rewy.algebra.layout import sent
 from rewy.backends.ascend.ops import CHUNK
 from rewy.problem import Algebra, Gate, Gradients, Operands, Problem
 
@@ -130,7 +131,7 @@ def _masks(device: torch.device) -> Tensor:
     j = i.mT
     differ = i ^ j
     passes = [(i > j) & (differ >= m) & (differ < 2 * m) for m in (1, 2, 4, 8, 16, 32)]
-    return torch.stack([i > j, *passes, i == j]).float().to(device)
+    return sent(torch.stack([i > j, *passes, i == j]).float(), device)
 
 
 def _flat(c: Chunks, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -154,4 +155,4 @@ def _first(states: Tensor) -> Tensor:
 def _starts(c: Chunks) -> Tensor:
     """[steps+1]: the row that each step of the scan starts at, and the end."""
     ends = [i.stop * c.problem.HV for i in c.layout.steps]
-    return torch.tensor([0, *ends], dtype=torch.int32).to(c.k.device, non_blocking=True)
+    return sent(torch.tensor([0, *ends], dtype=torch.int32), c.k.device)

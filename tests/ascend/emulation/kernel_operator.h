@@ -346,6 +346,21 @@ inline void launch(int64_t blocks, const std::function<void()> &kernel)
     }
 }
 
+// kernel<<<blocks, dynamic memory, stream>>>, called with its arguments; launch.sed writes it.
+// doc: ../guide: SIMD与SIMT混合编程
+template <class... Parameters>
+struct Launched {
+    int64_t blocks;
+    uint32_t dynamic;
+    void *stream;
+    void (*kernel)(Parameters...);
+
+    void operator()(Parameters... arguments) const
+    {
+        launch(blocks, [&] { kernel(arguments...); });
+    }
+};
+
 }  // namespace emulation
 
 namespace AscendC {

@@ -39,6 +39,13 @@ std::unordered_map<void *, size_t> g_blocks;  // live device memory
 size_t g_used = 0;
 int32_t g_streams = 0;
 
+// What holds the host up until the device is done. Here nothing ever has to be waited for, so the log must tell.
+aclError waited(const char *what)
+{
+    fake_log(std::string("wait for ") + what);
+    return ACL_SUCCESS;
+}
+
 aclError refuse(const char *what)
 {
     std::fprintf(stderr, "fake acl: %s\n", what);
@@ -115,7 +122,7 @@ aclError aclrtGetDevice(int32_t *device)
     return ACL_SUCCESS;
 }
 aclError aclrtResetDevice(int32_t) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeDevice() { return ACL_SUCCESS; }
+aclError aclrtSynchronizeDevice() { return waited("the device"); }
 aclError aclrtGetCurrentContext(aclrtContext *context)
 {
     *context = &g_context;
@@ -209,8 +216,8 @@ aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus *status)
     *status = ACL_STREAM_STATUS_COMPLETE;
     return ACL_SUCCESS;
 }
-aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeStream(aclrtStream) { return waited("a stream"); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return waited("a stream"); }
 
 aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t)
 {
@@ -237,7 +244,11 @@ aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent event)
 {
     return static_cast<Event *>(event)->recorded ? ACL_SUCCESS : refuse("wait for an event never recorded");
 }
-aclError aclrtSynchronizeEvent(aclrtEvent event) { return aclrtStreamWaitEvent(nullptr, event); }
+aclError aclrtSynchronizeEvent(aclrtEvent event)
+{
+    waited("an event");
+    return aclrtStreamWaitEvent(nullptr, event);
+}
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status)
 {
     *status = static_cast<Event *>(event)->recorded ? ACL_EVENT_RECORDED_STATUS_COMPLETE

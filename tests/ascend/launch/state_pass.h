@@ -1,0 +1,1 @@
+#include "chunk_gradient.h"
