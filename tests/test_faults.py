@@ -90,7 +90,7 @@ def test_neighbours_swapped(operator):
 
 def inclusive_wy(c, stage):
     diagonal = (c.erased * c.k).sum(-1)
-    return pairs.unit_lower_inverse(stage.scores(c.erased, c.k)) / (1 + diagonal)[..., None]
+    return pairs.unit_lower_inverse(stage.scores(c.erased, c.k), torch.matmul) / (1 + diagonal)[..., None]
 
 
 def strict_attention(c, stage):

@@ -110,7 +110,7 @@ class Chunks:
 
 def wy_inverse(c: Chunks, stage: Pairs) -> Tensor:
     """T [M,HV,C,C]."""
-    return unit_lower_inverse(stage.scores(c.erased, c.k))
+    return unit_lower_inverse(stage.scores(c.erased, c.k), c.arithmetic.mm_work)
 
 
 def attention(c: Chunks, stage: Pairs) -> Tensor:

@@ -160,15 +160,15 @@ def centred_block(G: Tensor, span: float) -> int:
     return size
 
 
-def unit_lower_inverse(L: Tensor) -> Tensor:
-    """(I + L)⁻¹ for strictly lower triangular L [..,C,C], by halves, in L's own precision.
+def unit_lower_inverse(L: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """(I + L)⁻¹ for strictly lower triangular L [..,C,C], by halves, with products as precise as L.
 
     The inverse of a block of 2m has −T₂ L₂₁ T₁ in its lower left, T₁ and T₂ being the inverses of its halves.
     """
     T = torch.ones_like(L[..., :, :1, None])
     while (m := T.shape[-1]) < L.shape[-1]:
         T1, T2 = T.unflatten(-3, (-1, 2)).unbind(-3)
-        T21 = -(T2 @ square(L, m) @ T1)
+        T21 = -mm(mm(T2, square(L, m)), T1)
         T = torch.cat([torch.cat([T1, torch.zeros_like(T1)], -1), torch.cat([T21, T2], -1)], -2)
     return T.squeeze(-3)
 
