@@ -44,12 +44,15 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Bytes a kernel may spill in 16 bits on Hopper. `forward_pass`: addresses that only a sequence's last, partial chunk
 # uses. `channel_keys` and `pair_scores`: faster so than with smaller tiles or fewer programs on a multiprocessor
 # (docs/performance-log.md). `key_gradients`, `wy_gradients`: by channel, for rare chunks and for comparison.
+# `state_forward`, `state_reverse`: by channel at K = 256, where narrower tiles read past their end.
 SPILLS = {
     "forward_pass": 80,
     "channel_keys": 104,
     "pair_scores": 648,
     "score_gradients": 32,
     "key_gradients": 2344,
+    "state_forward": 184,
+    "state_reverse": 16,
     "wy_gradients": 592,
 }
 # What multiplies tiles on the tensor cores, newest first.
