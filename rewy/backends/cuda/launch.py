@@ -85,8 +85,12 @@ class Launch:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What tells two compiled kernels apart."""
-        args = ((name, _type_of(arg)) for name, arg in self.args.items())
+        """What tells two compiled kernels apart, but for their tensors' alignment."""
+        any_value = _unspecialized(self.kernel)
+        args = (
+            (name, _fits_32_bits(arg) if name in any_value else _type_of(arg))
+            for name, arg in self.args.items()
+        )
         return self.name, *sorted(args, key=str), *self.options.items()
 
     def run(self) -> None:
@@ -105,7 +109,7 @@ class Launch:
     def _run_compiled(self, device: torch.device) -> None:
         _bind(device)
         args = [self.args[name] for name in self.kernel.arg_names]
-        kinds = _kinds_of(args, _unspecialized(self.kernel))
+        kinds = _kinds_of(self.kernel, args)
         key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *kinds)
         kernel = _compiled.get(key)
         if kernel is None:
@@ -126,25 +130,30 @@ def _bind(device: torch.device) -> None:
         _thread.bound.add(device.index)
 
 
-def _kinds_of(args: list[Any], unspecialized: frozenset[int]) -> list[Any]:
+def _kinds_of(kernel: Any, args: list[Any]) -> list[Any]:
     """All of the arguments that a compiled kernel may rest on: of tensors their dtype and alignment."""
+    any_value = _unspecialized(kernel)
     kinds: list[Any] = []
-    for i, arg in enumerate(args):
+    for name, arg in zip(kernel.arg_names, args, strict=True):
         if issubclass(type(arg), torch.Tensor):  # isinstance is torch's own, and slow
             kinds += arg.dtype, arg.data_ptr() % 16
         elif (base := getattr(arg, "base", None)) is not None:
             kinds += base.dtype, *arg.block_shape
-        elif i in unspecialized:
-            kinds.append(-(2**31) <= arg < 2**31)
+        elif name in any_value:
+            kinds.append(_fits_32_bits(arg))
         else:
             kinds += type(arg), arg
     return kinds
 
 
 @cache
-def _unspecialized(kernel: Any) -> frozenset[int]:
+def _unspecialized(kernel: Any) -> frozenset[str]:
     """Of a kernel's parameters those, all integers, that it is compiled for any value of."""
-    return frozenset(map(kernel.arg_names.index, kernel.do_not_specialize))
+    return frozenset(getattr(kernel, "do_not_specialize", ()))  # the interpreter's kernels have none
+
+
+def _fits_32_bits(x: int) -> bool:
+    return -(2**31) <= x < 2**31
 
 
 def _type_of(arg: Any) -> Any:

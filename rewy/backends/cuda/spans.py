@@ -48,13 +48,9 @@ class Span(NamedTuple):
 
     def gated(self, x: Operands, gated: Gated) -> Gated:
         """Of the whole sequence's what belongs to the span, whose operands are x."""
-        by_token = {} if gates.by_channel(self.problem) else dict(x=x.k, kt=x.k, qt=x.q)
-        by_chunk = {
-            name: self.by_chunk(t)
-            for name, t in gated._asdict().items()
-            if t is not None and name not in by_token
-        }
-        return gated._replace(**by_chunk, **by_token)
+        names = Gated._fields if gates.by_channel(self.problem) else gates.kept(self.problem)
+        tensors = {name: getattr(gated, name) for name in names}
+        return gates.restored(x, {name: self.by_chunk(t) for name, t in tensors.items() if t is not None})
 
 
 def spans_of(problem: Problem, count: int) -> list[Span]:
