@@ -5,11 +5,14 @@
 
 A and T are kept between the two, and gates with one number a row. S, U and what gates by channel make of q and k are
 formed again, unless `disable_recompute` keeps them too. `segments` and `spans` walk the same stages in pieces.
+
+`forward` and `backward` are what callers see; what they do for one problem is recorded and replayed (`replay`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch import Tensor
 from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, segments, spans, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
+from rewy.backends.cuda.replay import Calls
 from rewy.backends.cuda.step import step
 from rewy.problem import Algebra, Gradients, Operands, Problem
 
@@ -30,6 +34,7 @@ class CudaBackend:
 
     def __init__(self, planner: Callable[[Problem, Limits], Plan] = plan) -> None:
         self.planner = planner
+        self.calls = Calls()
 
     def unusable(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA device is available"
@@ -44,7 +49,29 @@ class CudaBackend:
         return True, ""
 
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        x, tiles, chunks = _contiguous(x), self._plan(problem, x), chunks_of(problem, x)
+        def stages(*x: Tensor | None) -> list[Tensor]:
+            o, ht, kept = self._forward(problem, Operands(*x), training)  # type: ignore[arg-type]
+            return [o, ht, *kept]
+
+        o, ht, *kept = self._called((problem, training), stages, x)
+        return o, ht, kept
+
+    def backward(
+        self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
+    ) -> Gradients:
+        def stages(do: Tensor, dht: Tensor | None, *tensors: Tensor) -> Gradients:
+            x, kept = tensors[: len(Operands._fields)], tensors[len(Operands._fields) :]
+            return self._backward(problem, Operands(*x), [*kept], do, dht)
+
+        return Gradients(*self._called((problem,), stages, (do, dht, *x, *kept)))
+
+    def _called(self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Any:
+        """What the stages return for these tensors. Problem and dtypes determine all that is done."""
+        tensors = tuple([None if t is None else t.contiguous() for t in tensors])
+        return self.calls((*key, *[None if t is None else t.dtype for t in tensors]), stages, tensors)
+
+    def _forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        tiles, chunks = self._plan(problem, x), chunks_of(problem, x)
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
@@ -71,12 +98,10 @@ class CudaBackend:
             states = [spans.starts_like(p, x, tiles.spans)]
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
 
-    def backward(
+    def _backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        x, tiles = _contiguous(x), self._plan(problem, x)
-        do = do.contiguous()
-        dht = None if dht is None else dht.contiguous()
+        tiles = self._plan(problem, x)
         A, Ti, *rest = kept
         names = gates.kept(problem)
         gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None

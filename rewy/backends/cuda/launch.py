@@ -47,7 +47,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded_launches", default=None)
+_recorded: ContextVar[Any] = ContextVar("recorded_launches", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +107,26 @@ class Launch:
                 self._run_compiled(device)
 
     def _run_compiled(self, device: torch.device) -> None:
-        _bind(device)
-        args = [self.args[name] for name in self.kernel.arg_names]
-        kinds = _kinds_of(self.kernel, args)
+        bind(device)
+        self.compiled(device)[(*self.grid, 1, 1)[:3]](*[self.args[name] for name in self.kernel.arg_names])
+
+    def compiled(self, device: torch.device) -> Any:
+        """The compiled kernel for this device, which is the current one; remembered."""
+        kinds = _kinds_of(self.kernel, [self.args[name] for name in self.kernel.arg_names])
         key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *kinds)
         kernel = _compiled.get(key)
         if kernel is None:
             if len(_compiled) >= _REMEMBERED:  # threads may pass the limit together
                 _compiled.clear()
             kernel = _compiled[key] = self.compile()
-        kernel[(*self.grid, 1, 1)[:3]](*args)
+        return kernel
 
     def compile(self) -> Any:
         """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
         return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
 
 
-def _bind(device: torch.device) -> None:
+def bind(device: torch.device) -> None:
     """Gives a thread that has done nothing but launch, as autograd's may, the CUDA context that descriptors need."""
     if device.index not in _thread.bound:
         torch.cuda.mem_get_info(device)  # as any call of the runtime does
@@ -165,11 +168,22 @@ def _type_of(arg: Any) -> Any:
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect the launches made inside instead of running them."""
-    launches: list[Launch] = []
+def recording(into: Any = None) -> Iterator[Any]:
+    """Append the launches made inside to `into`, or to a new list, instead of running them."""
+    launches = [] if into is None else into
     token = _recorded.set(launches)
     try:
         yield launches
     finally:
         _recorded.reset(token)
+
+
+def is_recording() -> bool:
+    return _recorded.get() is not None
+
+
+def described(like: Any, t: torch.Tensor) -> Any:
+    """The descriptor of t that `like` is of another tensor."""
+    made = object.__new__(type(like))
+    made.__dict__.update(vars(like), base=t)
+    return made
