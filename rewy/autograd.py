@@ -6,6 +6,7 @@ the backend is resolved inside, where shapes are concrete.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Problem, Operands, str, tuple[Any, .
     return problem, x, rest[_N_OPTIONS], rest[_N_OPTIONS + 1 :]
 
 
-def _no_autocast(x: Operands) -> torch.autocast:
-    return torch.autocast(x.q.device.type, enabled=False)
+def _no_autocast(x: Operands) -> AbstractContextManager[Any]:
+    kind = x.q.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:

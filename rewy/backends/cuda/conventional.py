@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows, sequence_chunks
 from rewy.backends.cuda.gates import Gated, by_channel
+from rewy.backends.cuda.gradients import summed
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
 from rewy.backends.cuda.plan import Plan, Tiles, padded
@@ -705,5 +706,5 @@ def backward(
         CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,
     )  # fmt: skip
     if problem.group > 1:
-        dq, dk = (t.view(B, T, H, problem.group, K).sum(3).to(x.q.dtype) for t in (dq, dk))
+        dq, dk = (summed(t, like, problem.group, K) for t, like in ((dq, x.q), (dk, x.k)))
     return Gradients(dq, dk, dv, dg, db, None if w is None else dw, dh0)

@@ -346,6 +346,28 @@ def key_gradients(
         tl.store(dg + o_t * HV, b_dg, mask=m_t)
 
 
+@triton.jit(do_not_specialize=["SIZE", "RUN"])
+def sum_parts(
+    # inputs and outputs
+    parts,
+    total,
+    # sizes
+    SIZE,
+    RUN,
+    COUNT: tl.constexpr,
+    # meta
+    BLOCK: tl.constexpr,
+):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    p_part = parts + o // RUN * COUNT * RUN + o % RUN
+    b_total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(COUNT):
+        b_total += tl.load(p_part, mask=m, other=0.0)
+        p_part += RUN
+    tl.store(total + o, b_total.to(total.dtype.element_ty), mask=m)
+
+
 class Buffers(NamedTuple):
     """Where the kernels write gradients: their tensors, or fp32 parts of those that several programs add to.
 
@@ -440,9 +462,17 @@ def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) ->
     """Parts are summed in fp32 and rounded once."""
     p, (dq, dk, dv, dg, db, dw) = problem, out
     if p.group > 1:
-        dq, dk = (t.view(p.B, p.T, p.H, p.group, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
+        dq, dk = (summed(t, like, p.group, p.K) for t, like in ((dq, x.q), (dk, x.k)))
     if p.operator.erase is Gate.SCALAR:
-        db = db.sum(0).to(x.erase.dtype)
+        db = summed(db, x.erase, len(db), x.erase.numel())
     if dg is not None and x.g is not None and p.operator.decay is Gate.SCALAR:
-        dg = dg.sum(0).to(x.g.dtype)
+        dg = summed(dg, x.g, len(dg), x.g.numel())
     return Gradients(dq, dk, dv, dg, db, dw, dh0)
+
+
+def summed(parts: Tensor, like: Tensor, count: int, run: int) -> Tensor:
+    """The sum of every `count` runs, of `run` numbers each, that lie one after another; shape and dtype of `like`."""
+    total, BLOCK = torch.empty_like(like), 1024
+    args = dict(parts=parts, total=total, SIZE=total.numel(), RUN=run, COUNT=count, BLOCK=BLOCK)
+    Launch(sum_parts, (triton.cdiv(total.numel(), BLOCK),), args).run()
+    return total

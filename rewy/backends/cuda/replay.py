@@ -2,14 +2,14 @@
 
 What a stage does on the host (choose tiles, allocate, cut views, describe tiles to the copy engine, look up compiled
 kernels) is the same for every call of one problem, and takes longer than the kernels of short sequences. So the second
-call of a problem is recorded on tensors without memory: a list of torch's operators, most of which allocate, and of
-kernel launches. From then on a call walks that list. Allocations are real ones at every call, in the order of the
-recording, each freed after its last use.
+call of a problem is recorded on tensors without memory: which buffers it takes, which kernels it launches on them,
+and the few of torch's operators between. From then on a call walks that list. Its buffers are new ones every time,
+each freed after its last use.
 
     calls = Calls()
     o, ht, *kept = calls(key, function, tensors)      # as function(*tensors)
 
-A function that is recorded must do everything on a device through torch's operators and `Launch`, and decide by its
+A function that is recorded does everything on a device through torch's operators and `Launch`, and decides by its
 tensors' shapes and dtypes alone.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,30 +26,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from rewy.backends.cuda.direct import Direct
-from rewy.backends.cuda.launch import Launch, described, is_recording, recording
+from rewy.backends.cuda.launch import Launch, bind, described, is_recording, recording
 
 Function = Callable[..., Sequence[Tensor | None]]
 
 _REMEMBERED = 512
+_ROOM = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
 
 
 class Calls:
     """Functions of tensors by key, each recorded when it is called with its key for the second time.
 
-    Under one key, everything but the tensors' addresses and contents must be the same.
+    Under one key everything but the tensors' addresses and contents must be the same.
     """
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, Program | None] = {}
 
-    def __call__(self, key: Hashable, function: Function, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        given = [t for t in tensors if t is not None]
-        # The kernels that a recording chooses may count on alignment. What `recording` wants are the launches.
-        if is_recording() or any(t.data_ptr() % 16 for t in given):
+    def __call__(self, key: Hashable, function: Function, tensors: Sequence[Tensor | None]) -> list[Any]:
+        # Recorded kernels may count on alignment. And what `recording` wants are the launches.
+        if is_recording() or any(t.data_ptr() % 16 for t in tensors if t is not None):
             return [*function(*tensors)]
         program = self._programs.get(key)
         if program is None:
-            if key not in self._programs:  # first of all it compiles
+            if key not in self._programs:  # not worth it yet; and this call compiles
                 if len(self._programs) >= _REMEMBERED:
                     self._programs.clear()
                 self._programs[key] = None
@@ -60,92 +60,121 @@ class Calls:
 
 @dataclass
 class Operator:
-    """One of torch's operators: `tensors` are the places of its arguments that are values, and their numbers."""
+    """One of torch's operators: `places` of its arguments that are tensors, and in that order their numbers, `uses`."""
 
     function: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    tensors: list[tuple[int, int]]
+    places: list[int]
+    uses: list[int]
     results: list[int]
     many: bool
     """Whether it returns a list of tensors."""
 
+    def __call__(self, values: list[Any], device: torch.device) -> None:
+        args = self.args.copy()
+        for place, n in zip(self.places, self.uses, strict=True):
+            args[place] = values[n]
+        kwargs = self.kwargs | {"device": device} if "device" in self.kwargs else self.kwargs
+        result = self.function(*args, **kwargs)
+        for n, t in zip(self.results, result if self.many else [result], strict=True):
+            values[n] = t
+
 
 @dataclass
 class Kernel:
-    """A launch, and of its arguments that are tensors, or describe one, the names and their values' numbers."""
+    """A launch; which of its arguments are tensors, or describe one, by name; and in that order their numbers, `uses`."""
 
     launch: Launch
     names: list[str]
-    tensors: list[int]
+    uses: list[int]
     has_run: bool = False
     direct: Direct | None = None
 
+    def __call__(self, values: list[Any], device: torch.device, stream: int | None) -> None:
+        if self.direct is not None and self.direct.usable():
+            self.direct.run([values[n].data_ptr() for n in self.uses], stream)
+            return
+        args = {**self.launch.args}
+        for name, n in zip(self.names, self.uses, strict=True):
+            t = values[n]
+            args[name] = t if isinstance(args[name], Tensor) else described(args[name], t)
+        launch = replace(self.launch, args=args)
+        launch.run()
+        if device.type == "cuda" and all(launch.grid) and not self.has_run:
+            self.has_run, self.direct = True, Direct.of(launch)
+
+
+@dataclass
+class Stage:
+    """Up to a launch: buffers to make (number, shape, dtype), operators, the launch, and what is not needed after it."""
+
+    room: list[tuple[int, torch.Size, torch.dtype]] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    kernel: Kernel | None = None
+    dead: list[int] = field(default_factory=list)
+
 
 class Program:
-    """What a function does with its tensors: `steps`, and the numbers of the values that it returns."""
+    """What a function does with its tensors. They and all others it makes have numbers, the given ones the first."""
 
     def __init__(self, function: Function, tensors: Sequence[Tensor | None]) -> None:
         tape = _Tape([None if t is None else torch.empty_like(t, device="meta") for t in tensors])
         with recording(tape), tape:
             returned = function(*tape.inputs)
-        self.steps = tape.steps
-        self.count = len(tape.known)
-        self.returned = [None if t is None else tape.number(t) for t in returned]
-        self.dead = self._after_last_use()
-
-    def _after_last_use(self) -> list[list[int]]:
-        """For every step the values that nothing takes after it."""
-        last: dict[int, int] = {}
-        for i, step in enumerate(self.steps):
-            used = step.tensors if isinstance(step, Kernel) else [n for _, n in step.tensors] + step.results
-            last |= dict.fromkeys(used, i)
-        dead: list[list[int]] = [[] for _ in self.steps]
-        for n, i in last.items():
-            if n not in self.returned:
-                dead[i].append(n)
-        return dead
+        self._count = len(tape.known)
+        self._returned = [None if t is None else tape.number(t) for t in returned]
+        self.stages = self._stages(tape)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         device = next(t.device for t in tensors if t is not None)
         cuda = device.type == "cuda"
+        stream = None
+        if cuda:
+            bind(device)
+            stream = driver.active.get_current_stream(device.index)
         away = cuda and device.index != torch.cuda.current_device()
+        values: list[Any] = [*tensors, *[None] * (self._count - len(tensors))]
+        empty = torch.empty
         with torch.cuda.device(device) if away else nullcontext():
-            stream = driver.active.get_current_stream(device.index) if cuda else None
-            values: list[Any] = [*tensors, *[None] * (self.count - len(tensors))]
-            for step, dead in zip(self.steps, self.dead, strict=True):
-                if isinstance(step, Kernel):
-                    _launch(step, [values[n] for n in step.tensors], stream)
-                else:
-                    _operate(step, values, device)
-                for n in dead:
+            for stage in self.stages:
+                for n, shape, dtype in stage.room:
+                    values[n] = empty(shape, dtype=dtype, device=device)
+                for operator in stage.operators:
+                    operator(values, device)
+                if stage.kernel is not None:
+                    stage.kernel(values, device, stream)
+                for n in stage.dead:
                     values[n] = None
-        return [None if n is None else values[n] for n in self.returned]
+        return [None if n is None else values[n] for n in self._returned]
 
+    def _stages(self, tape: _Tape) -> list[Stage]:
+        stages, last = [Stage()], {}
+        for step in self._needed(tape.steps):
+            last |= dict.fromkeys([*step.uses, *getattr(step, "results", ())], len(stages) - 1)
+            if isinstance(step, Kernel):
+                stages[-1].kernel = step
+                stages.append(Stage())
+            elif step.function in _ROOM:
+                made = tape.known[step.results[0]]
+                stages[-1].room.append((step.results[0], made.shape, made.dtype))
+            else:
+                stages[-1].operators.append(step)
+        for n, i in last.items():
+            if n not in self._returned:
+                stages[i].dead.append(n)
+        return stages
 
-def _operate(step: Operator, values: list[Any], device: torch.device) -> None:
-    args = step.args.copy()
-    for i, n in step.tensors:
-        args[i] = values[n]
-    if "device" in step.kwargs:
-        step.kwargs["device"] = device
-    result = step.function(*args, **step.kwargs)
-    for n, t in zip(step.results, result if step.many else [result], strict=True):
-        values[n] = t
-
-
-def _launch(step: Kernel, tensors: list[Tensor], stream: int | None) -> None:
-    if step.direct is not None and step.direct.usable():
-        step.direct.run([t.data_ptr() for t in tensors], stream)
-        return
-    launch = step.launch
-    args = {**launch.args}
-    for name, t in zip(step.names, tensors, strict=True):
-        args[name] = t if isinstance(args[name], Tensor) else described(args[name], t)
-    launch = replace(launch, args=args)
-    launch.run()
-    if stream is not None and all(launch.grid) and not step.has_run:
-        step.has_run, step.direct = True, Direct.of(launch)
+    def _needed(self, steps: list[Operator | Kernel]) -> list[Operator | Kernel]:
+        """All that launch, change a tensor, or make one that is used."""
+        needed: list[Operator | Kernel] = []
+        used = {*self._returned}
+        for step in reversed(steps):
+            if isinstance(step, Kernel) or step.function._schema.is_mutable or not used.isdisjoint(step.results):
+                needed.append(step)
+                # What only makes room does not look at the tensor that is like it.
+                used |= {*step.uses} if isinstance(step, Kernel) or step.function not in _ROOM else set()
+        return needed[::-1]
 
 
 class _Tape(TorchDispatchMode):
@@ -156,28 +185,35 @@ class _Tape(TorchDispatchMode):
         self.inputs = inputs
         self.steps: list[Operator | Kernel] = []
         # The tensors are held, or one would take the identity of another that is gone.
-        self.known: list[Tensor | None] = [*inputs]
+        self.known: list[Any] = [*inputs]
+        self._held: list[Tensor] = []
         self._numbers = {id(t): n for n, t in enumerate(inputs) if t is not None}
 
     def number(self, t: Tensor) -> int:
         return self._numbers[id(t)]
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default:  # how torch.empty hands over what it has made
+            self._held.append(result)
+            self._numbers[id(result)] = self.number(args[0])
+            return result
+        many = isinstance(result, list | tuple)
+        results = [self._new(t) for t in (result if many else [result])]
+        places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        others = [None if i in places else arg for i, arg in enumerate(args)]
+        uses = [self.number(args[i]) for i in places]
+        self.steps.append(Operator(func, others, kwargs, places, uses, results, many))
+        return result
+
+    def append(self, launch: Launch) -> None:
+        args = [(name, launch.args[name]) for name in launch.kernel.arg_names]
+        tensors = [(name, getattr(arg, "base", arg)) for name, arg in args]
+        numbers = {name: self.number(t) for name, t in tensors if isinstance(t, Tensor)}
+        self.steps.append(Kernel(launch, [*numbers], [*numbers.values()]))
+
     def _new(self, t: Tensor) -> int:
         self._numbers[id(t)] = len(self.known)
         self.known.append(t)
         return self._numbers[id(t)]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        result = func(*args, **kwargs)
-        tensors = [(i, self.number(arg)) for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        many = isinstance(result, list | tuple)
-        results = [self._new(t) for t in (result if many else [result])]
-        plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-        self.steps.append(Operator(func, plain, kwargs, tensors, results, many))
-        return result
-
-    def append(self, launch: Launch) -> None:
-        tensors = {name: getattr(launch.args[name], "base", launch.args[name]) for name in launch.kernel.arg_names}
-        numbers = {name: self.number(t) for name, t in tensors.items() if isinstance(t, Tensor)}
-        self.steps.append(Kernel(launch, [*numbers], [*numbers.values()]))
