@@ -65,7 +65,9 @@ class CudaBackend:
 
         return Gradients(*self._called((problem,), stages, (do, dht, *x, *kept)))
 
-    def _called(self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Any:
+    def _called(
+        self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: tuple[Tensor | None, ...]
+    ) -> Any:
         """What the stages return for these tensors. Problem and dtypes determine all that is done."""
         tensors = tuple([None if t is None else t.contiguous() for t in tensors])
         return self.calls((*key, *[None if t is None else t.dtype for t in tensors]), stages, tensors)

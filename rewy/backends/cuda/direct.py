@@ -94,7 +94,12 @@ class Direct:
         driver, kernel = _driver(), launch.compiled(launch.device)
         plain = not any(
             getattr(kernel.metadata, name, 0)
-            for name in ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+            for name in (
+                "launch_pdl",
+                "launch_cooperative_grid",
+                "global_scratch_size",
+                "profile_scratch_size",
+            )
         )
         if driver is None or not plain or kernel.metadata.num_ctas != 1:
             return None
@@ -115,7 +120,9 @@ class Direct:
                 if address != last[i]:
                     parameter, is_map, at = self._moved[i]
                     if is_map:
-                        driver.check(driver.move(at, address), f"address of a tile's descriptor, {self._name}")
+                        driver.check(
+                            driver.move(at, address), f"address of a tile's descriptor, {self._name}"
+                        )
                     else:
                         parameter.value = address
                     last[i] = address

@@ -31,7 +31,11 @@ from rewy.backends.cuda.launch import Launch, bind, described, is_recording, rec
 Function = Callable[..., Sequence[Tensor | None]]
 
 _REMEMBERED = 512
-_ROOM = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
+_ROOM = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+)
 
 
 class Calls:
@@ -83,7 +87,7 @@ class Operator:
 
 @dataclass
 class Kernel:
-    """A launch; which of its arguments are tensors, or describe one, by name; and in that order their numbers, `uses`."""
+    """A launch; the `names` of its arguments that are tensors, or describe one, and in that order their numbers."""
 
     launch: Launch
     names: list[str]
@@ -107,7 +111,7 @@ class Kernel:
 
 @dataclass
 class Stage:
-    """Up to a launch: buffers to make (number, shape, dtype), operators, the launch, and what is not needed after it."""
+    """Up to a launch: `room` for buffers (number, shape, dtype), operators, the launch, and what is not used again."""
 
     room: list[tuple[int, torch.Size, torch.dtype]] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
@@ -149,7 +153,8 @@ class Program:
         return [None if n is None else values[n] for n in self._returned]
 
     def _stages(self, tape: _Tape) -> list[Stage]:
-        stages, last = [Stage()], {}
+        stages = [Stage()]
+        last: dict[int, int] = {}
         for step in self._needed(tape.steps):
             last |= dict.fromkeys([*step.uses, *getattr(step, "results", ())], len(stages) - 1)
             if isinstance(step, Kernel):
@@ -170,7 +175,11 @@ class Program:
         needed: list[Operator | Kernel] = []
         used = {*self._returned}
         for step in reversed(steps):
-            if isinstance(step, Kernel) or step.function._schema.is_mutable or not used.isdisjoint(step.results):
+            if (
+                isinstance(step, Kernel)
+                or step.function._schema.is_mutable
+                or not used.isdisjoint(step.results)
+            ):
                 needed.append(step)
                 # What only makes room does not look at the tensor that is like it.
                 used |= {*step.uses} if isinstance(step, Kernel) or step.function not in _ROOM else set()
