@@ -51,7 +51,7 @@ SPILLS = {
     "pair_scores": 648,
     "score_gradients": 32,
     "key_gradients": 2344,
-    "state_forward": 184,
+    "state_forward": 200,
     "state_reverse": 16,
     "wy_gradients": 592,
 }

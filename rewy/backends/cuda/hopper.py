@@ -264,8 +264,9 @@ def forward_chunks(
         else:
             b_r = warpgroup_mma_wait(0, (b_r,))
 
-        r_left = gl.convert_layout((b_v - f_x * b_r).to(dtype), c_left, assert_trivial=True)
-        b_u = warpgroup_mma(r_left, T_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        b_r = b_v - f_x * b_r
+        r_left = gl.convert_layout(b_r.to(dtype), c_left, assert_trivial=True)
+        b_u = warpgroup_mma(r_left, T_s.index(slot).permute((1, 0)), b_r, is_async=True)
         if o_out is not None:
             b_u, b_o = warpgroup_mma_wait(0, (b_u, b_o))
         else:
@@ -563,7 +564,7 @@ def reverse_chunks(
         if FACTORS:
             b_du = b_du * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc) + b_do
         du_left = gl.convert_layout(b_du.to(dtype), c_left, assert_trivial=True)
-        b_dr = warpgroup_mma(du_left, T_s.index(slot), zeros, use_acc=False, is_async=True)
+        b_dr = warpgroup_mma(du_left, T_s.index(slot), b_du, is_async=True)
         b_dr, dS = warpgroup_mma_wait(0, (b_dr, dS))
         if BY_CHANNEL:
             x_dr = gl.convert_layout((-b_dr).to(dtype), k_left, assert_trivial=True)

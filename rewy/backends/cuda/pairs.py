@@ -6,6 +6,8 @@
 A decay per channel enters through operands centred on a reference row c: the sum over d of
 (q e^(G - c))_i (k e^(c - G))_j is one matrix product. The chunk's middle row serves unless some gate is too
 far from it; then `centred` finds references that no g <= 0 can overflow.
+
+T is kept without the ones of its diagonal: who multiplies by it adds T's operand itself, before it is rounded.
 """
 
 from __future__ import annotations
@@ -179,7 +181,9 @@ def pair_scores(
 
     o_c = i_ch * BT * BT + o_t[:, None] * BT + o_t[None, :]
     tl.store(A + o_c, b_A.to(A.dtype.element_ty))
-    tl.store(Ti + o_c, unit_lower_inverse(b_L, Ti.dtype.element_ty, BT).to(Ti.dtype.element_ty))
+    b_T = unit_lower_inverse(b_L, Ti.dtype.element_ty, BT)
+    b_T -= (o_t[:, None] == o_t[None, :]).to(tl.float32)
+    tl.store(Ti + o_c, b_T.to(Ti.dtype.element_ty))
 
 
 def precision(problem: Problem) -> str:
@@ -203,7 +207,7 @@ def reaches(problem: Problem) -> tuple[bool, ...]:
 def scores(
     problem: Problem, x: Operands, gated: Gated, chunks: Chunks, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """A and T of every chunk, [NC,HV,C,C] in q's dtype."""
+    """A and T - I of every chunk, [NC,HV,C,C] in q's dtype."""
     C = chunks.size
     A = x.q.new_empty(chunks.count, problem.HV, C, C)
     Ti = torch.empty_like(A)

@@ -3,8 +3,9 @@
     forward:  R = w v - X S      U = T R          o = Q~ S + A U       S+ = e^Gl S + K~^T U
     reverse:  dU = A^T do + K~ dS+                 dR = T^T dU          dS = e^Gl dS+ + Q~^T do - X^T dR
 
-One program walks one sequence with one head's slice of BV value channels; slices never meet. R is formed in
-fp32 and rounded once. `hopper` has the same passes for the card it is named after; the plan says which.
+One program walks one sequence with one head's slice of BV value channels; slices never meet. R and dU are formed
+in fp32, and rounded only where T mixes rows: the kernels take `Ti`, T without the ones of its diagonal, and add its
+product to R or dU itself. `hopper` has the same passes for the card it is named after; the plan says which.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def state_forward(
         b_sd = b_s.to(dtype)
         b_r = f_x * tl.dot(b_x, b_sd, input_precision=PRECISION)
         b_r = b_w.to(tl.float32) * b_v.to(tl.float32) - b_r
-        b_u = tl.dot(b_T, b_r.to(dtype), input_precision=PRECISION)
+        b_u = tl.dot(b_T, b_r.to(dtype), b_r, input_precision=PRECISION)
         if s is not None:
             tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
             tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
@@ -243,7 +244,7 @@ def state_reverse(
             tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
         b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
-        b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
+        b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), b_du, input_precision=PRECISION)
         if dr is not None:
             tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
         b_ds *= b_e
