@@ -55,6 +55,14 @@ def centred(p_G, b_G, m_k, i_s, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.con
 
 
 @triton.jit
+def gated_scores(b_a, b_b, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T of fp32 tiles. Rounding them to bf16 would cost A as much again as its own rounding; tf32 does not."""
+    if dtype != tl.bfloat16:
+        b_a, b_b = b_a.to(dtype), b_b.to(dtype)
+    return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
+
+
+@triton.jit
 def scores_between(
     b_a, b_b, p_G, b_G, m_k,
     FAR: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
@@ -66,13 +74,11 @@ def scores_between(
         i_s = BT
         while i_s > 0:
             b_p, b_n, m_block, i_s = centred(p_G, b_G, m_k, i_s, LIMIT, K, BT)
-            b_ap, b_bn = (b_a * b_p).to(b_b.dtype), (b_b * b_n).to(b_b.dtype)
-            b_x = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+            b_x = gated_scores(b_a * b_p, b_b * b_n, b_b.dtype, PRECISION)
             b_S += tl.where(m_block & (o_t[:, None] >= o_t[None, :]), b_x, 0.0)
     else:
         b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
-        b_ap, b_bn = (b_a * exp(b_G - b_c)).to(b_b.dtype), (b_b * exp(b_c - b_G)).to(b_b.dtype)
-        b_S = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+        b_S = gated_scores(b_a * exp(b_G - b_c), b_b * exp(b_c - b_G), b_b.dtype, PRECISION)
     return b_S
 
 
