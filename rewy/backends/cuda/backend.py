@@ -76,7 +76,8 @@ class CudaBackend:
     ) -> Gradients:
         x, tiles = _contiguous(x), self._plan(problem, x)
         do = do.contiguous()
-        dht = None if dht is None else dht.contiguous()
+        unit = state.unit(problem)
+        dht = None if dht is None else (dht if unit == 1 else dht / unit).contiguous()
         A, Ti, *rest = kept
         names = gates.kept(problem)
         gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rewy.backends.cuda import state
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
 from rewy.backends.cuda.gates import LOG2_E, by_channel, exp
 from rewy.backends.cuda.launch import Launch
@@ -170,6 +171,7 @@ def key_gradients(
     table,
     # sizes
     scale,
+    unit,
     T,
     TOKENS,
     H,
@@ -332,7 +334,7 @@ def key_gradients(
         b_f = exp(b_Gl[None, :] - b_G)
     else:
         b_Gl = tl.load(G + BT - 1)
-        b_f = exp(b_Gl - tl.load(G + o_t))[:, None]
+        b_f = unit * exp(b_Gl - tl.load(G + o_t))[:, None]
     b_dk *= b_f
     b_go = b_k * b_dk
     tl.store(dk + o_hk, (b_dk + b_x).to(dk.dtype.element_ty), mask=m_tk)
@@ -365,7 +367,10 @@ def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
-    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V]."""
+    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V].
+
+    ds and dh0 are in units of `state.unit`.
+    """
     out = buffers(problem, x, tiles)
     write(problem, x, G, do, u, dr, s, ds, out, chunks, tiles)
     return finished(problem, x, out, dh0)
@@ -414,7 +419,7 @@ def write(
     common |= dict(
         q=x.q, k=x.k, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
         TOKENS=out.erase.stride(0) // p.HV if scalar_erase else 0,
-        H=p.H, K=p.K,
+        unit=state.unit(p), H=p.H, K=p.K,
         CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
         CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
         LIMIT=exponent_limit(p),
@@ -439,6 +444,9 @@ def write(
 def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) -> Gradients:
     """Parts are summed in fp32 and rounded once."""
     p, (dq, dk, dv, dg, db, dw) = problem, out
+    if dh0 is not None and x.initial_state is not None:
+        unit = state.unit(p)
+        dh0 = (dh0 if unit == 1 else dh0 * unit).to(x.initial_state.dtype)
     if p.group > 1:
         dq, dk = (t.view(p.B, p.T, p.H, p.group, p.K).sum(3).to(x.q.dtype) for t in (dq, dk))
     if p.operator.erase is Gate.SCALAR:

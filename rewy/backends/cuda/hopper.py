@@ -494,7 +494,7 @@ def reverse_stores(
 
 @gluon.jit
 def receive_reverse(
-    j, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, layout: gl.constexpr,
+    j, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, layout: gl.constexpr,
     BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Wait for the chunk that is j before the last: A^T do under way, and do scaled for Q~^T do."""
@@ -516,24 +516,25 @@ def receive_reverse(
     if DECAY and not BY_CHANNEL:
         q_do = (do_16.to(gl.float32) * by_column(f_s.index(slot).slice(3 * BT, BT), left)).to(do_16.dtype)
     elif not BY_CHANNEL:
-        q_do = (do_16.to(gl.float32) * scale).to(do_16.dtype)
+        q_do = (do_16.to(gl.float32) * power).to(do_16.dtype)
     return b_do, q_do
 
 
 @gluon.jit
 def reverse_chunks(
     dS, x_s, kt_s, q_s, do_s, f_s, e_s, A_s, T_s, ds_out, dr_out, full, late, ended, left, gone,
-    p_dh0, length, scale,
+    p_dh0, length, scale, unit,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr,
     BT: gl.constexpr, STAGES: gl.constexpr, c_acc: gl.constexpr, k_acc: gl.constexpr,
 ):  # fmt: skip
     NT = gl.cdiv(length, BT)
+    power = scale / unit
     dtype: gl.constexpr = do_s.dtype
     FACTORS: gl.constexpr = DECAY and not BY_CHANNEL
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     b_do, q_do = receive_reverse(
-        0, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, c_acc, BY_CHANNEL, DECAY, BT, STAGES
+        0, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, c_acc, BY_CHANNEL, DECAY, BT, STAGES
     )
     b_do = warpgroup_mma_wait(0, (b_do,))
     dr_16 = gl.zeros([BV, BT], dtype, c_acc)
@@ -542,12 +543,12 @@ def reverse_chunks(
         dS_16 = dS.to(dtype)
         dS_left = gl.convert_layout(dS_16, c_left, assert_trivial=True)
         zeros = gl.zeros([BV, BT], gl.float32, c_acc)
-        if FACTORS:
+        if BY_CHANNEL:
+            b_du = warpgroup_mma(dS_left, kt_s.index(slot).permute((1, 0)), b_do, is_async=True)
+        else:
             b_du = warpgroup_mma(
                 dS_left, kt_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-        else:
-            b_du = warpgroup_mma(dS_left, kt_s.index(slot).permute((1, 0)), b_do, is_async=True)
         if j > 0:
             mbarrier.arrive(ended.index((j - 1) % STAGES))
         mbarrier.wait(gone, j & 1 ^ 1)
@@ -563,6 +564,8 @@ def reverse_chunks(
         b_du = warpgroup_mma_wait(1, (b_du,))
         if FACTORS:
             b_du = b_du * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc) + b_do
+        elif not BY_CHANNEL:
+            b_du = b_du * unit + b_do
         du_left = gl.convert_layout(b_du.to(dtype), c_left, assert_trivial=True)
         b_dr = warpgroup_mma(du_left, T_s.index(slot), b_du, is_async=True)
         b_dr, dS = warpgroup_mma_wait(0, (b_dr, dS))
@@ -571,12 +574,15 @@ def reverse_chunks(
             mbarrier.wait(late.index(j % (STAGES - 1)), (j // (STAGES - 1)) & 1)
             dS = warpgroup_mma(x_dr, x_s.index(j % (STAGES - 1)), dS, is_async=True)
         else:
-            x_dr = (-b_dr * by_column(f_s.index(slot).slice(BT, BT), c_acc)).to(dtype)
+            f_x = by_column(f_s.index(slot).slice(BT, BT), c_acc)
+            if not DECAY:
+                f_x = f_x / unit
+            x_dr = (-b_dr * f_x).to(dtype)
             x_dr = gl.convert_layout(x_dr, k_left, assert_trivial=True)
             dS = warpgroup_mma(x_dr, kt_s.index(slot), dS, is_async=True)
         dr_16 = b_dr.to(dtype)
         b_do, q_do = receive_reverse(
-            j + 1, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, c_acc, BY_CHANNEL, DECAY, BT, STAGES
+            j + 1, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, c_acc, BY_CHANNEL, DECAY, BT, STAGES
         )
         dS, b_do = warpgroup_mma_wait(0, (dS, b_do))
     mbarrier.wait(gone, NT & 1 ^ 1)
@@ -606,6 +612,7 @@ def reverse_pass(
     first,
     # sizes
     scale,
+    unit,
     T,
     H,
     HV,
@@ -672,7 +679,7 @@ def reverse_pass(
                 reverse_chunks,
                 (
                     dS, x_s, kt_s, q_s, do_s, f_s, e_s, A_s, T_s, ds_out, dr_out, full, late, ended, left, gone,
-                    dh0, length, scale,
+                    dh0, length, scale, unit,
                     K, V, BV, BY_CHANNEL, DECAY, BT, STAGES, c_acc, k_acc,
                 ),
             ),
@@ -724,7 +731,7 @@ def forward(
 
 def reverse(
     problem: Problem, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
-    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, chunks: Chunks, pipeline: Pipeline,
+    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, unit: float, chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
     """The reverse pass into those of ds [NC,HV,K,V], dr [NC,HV,C,V], dh0 [N·parts,HV,K,V] that are there."""
     keys, args = _common(problem, gated, Ti, chunks, pipeline)
@@ -739,6 +746,7 @@ def reverse(
         ds=tiled(ds, problem.V, rows=problem.K),
         dr=tiled(dr, problem.V),
         dh0=dh0,
+        unit=unit,
     )
     Launch(reverse_pass, _grid(problem, chunks), args).run()
 

@@ -5,10 +5,13 @@
 
 One program walks one sequence with one head's slice of BV value channels; slices never meet. R and dU are formed
 in fp32, and rounded only where T mixes rows: the kernels take `Ti`, T without the ones of its diagonal, and add its
-product to R or dU itself. `hopper` has the same passes for the card it is named after; the plan says which.
+product to R or dU itself. dS is in units of `unit` throughout. `hopper` has the same passes for the card it is named
+after; the plan says which.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -20,7 +23,7 @@ from rewy.backends.cuda.gates import LANES, Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
 from rewy.backends.cuda.plan import Pipeline, Tiles
-from rewy.problem import Operands, Problem
+from rewy.problem import Algebra, Gate, Operands, Problem
 
 
 @triton.jit
@@ -188,6 +191,7 @@ def state_reverse(
     cu_seqlens,
     first,
     # sizes
+    unit,
     T,
     H,
     HV,
@@ -232,6 +236,8 @@ def state_reverse(
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
         m_t = o_t < length - i * BT
         f_x, f_k, f_q, b_e = f_xn, f_kn, f_qn, b_en
+        if e is None:
+            f_x, f_k, f_q = f_x / unit, f_k * unit, f_q / unit
         i_cn = (i_c0 + tl.maximum(i - 1, 0)).to(tl.int64) * HV + i_hv
         f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
@@ -293,9 +299,12 @@ def reverse(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
     chunks: Chunks, tiles: Tiles | Pipeline,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
+    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and in fp32 dh0 [N,HV,K,V] if there is an h0.
+
+    dS+, dht and dh0 are in units of `unit`.
+    """
     ds, dr = _buffers(problem, do, chunks)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
     _reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
     return ds, dr, dh0
 
@@ -307,6 +316,16 @@ def start_gradient(
     dh0 = _states(problem, Ti, chunks)
     _reverse(problem, gated, A, Ti, do, None, None, None, dh0, chunks, tiles)
     return dh0
+
+
+def unit(problem: Problem) -> float:
+    """What gradients of states are kept in: without decays, the scale but for a power of two.
+
+    Q~^T do then takes do times the power, which is exact; do times the scale would have to be rounded.
+    """
+    if problem.operator.decay is not Gate.NONE or problem.algebra is not Algebra.REWY:
+        return 1.0
+    return math.frexp(problem.scale)[0] or 1.0
 
 
 def forward(
@@ -336,9 +355,9 @@ def _reverse(
     if isinstance(tiles, Pipeline):
         from rewy.backends.cuda import hopper  # needs Gluon
 
-        hopper.reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
+        hopper.reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, unit(problem), chunks, tiles)
     else:
-        args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
+        args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0, unit=unit(problem))
         _launch(state_reverse, problem, gated, chunks, tiles, args)
 
 
