@@ -66,7 +66,7 @@ class CudaBackend:
             return x.q.new_empty(count, p.HV, *shape)
 
         gated = gates.allocated(p, x, count)
-        states = [] if p.recompute else [each(p.K, p.V), each(C, p.V)]
+        states = [] if p.recompute else [each(p.K, p.V), x.q.new_empty(state.digits(p), count, p.HV, C, p.V)]
         if tiles.spans > 1:
             states = [spans.starts_like(p, x, tiles.spans)]
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]

@@ -69,6 +69,7 @@ def score_gradients(
     G,
     do,
     u,
+    u2,
     dr,
     dv,
     dw,
@@ -122,6 +123,9 @@ def score_gradients(
         b_dr = tl.load(dr + o_cv, mask=m_v, other=0.0)
         b_v = tl.load(v + o_hv, mask=m_tv, other=0.0)
         b_A = tl.dot(b_do, tl.trans(b_u), b_A, input_precision=PRECISION)
+        if u2 is not None:
+            b_u2 = tl.load(u2 + i_ch * BT * V + o_cv, mask=m_v, other=0.0)
+            b_A = tl.dot(b_do, tl.trans(b_u2), b_A, input_precision=PRECISION)
         b_L = tl.dot(b_dr, tl.trans(b_u), b_L, input_precision=PRECISION)
         b_drf = b_dr.to(tl.float32)
         if w is None:
@@ -367,7 +371,7 @@ def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
-    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V].
+    """Gradients of every operand: do [B,T,HV,V], u [digits,NC,HV,C,V], dr [NC,HV,C,V], s and ds [NC,HV,K,V].
 
     ds and dh0 are in units of `state.unit`.
     """
@@ -402,6 +406,7 @@ def write(
     scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
     dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
+    u, u2 = state.following(u)
     common = dict(
         b=x.erase, G=G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
         scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=by_channel(p), PRECISION=precision(p), BT=C,
@@ -410,7 +415,7 @@ def write(
         score_gradients,
         grid=(chunks.count * p.HV,),
         args=common
-        | dict(v=x.v, w=x.write, dv=out.v, dw=out.write, BV=tiles.scores.BV)
+        | dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write, BV=tiles.scores.BV)
         | dict(db=out.erase[-1] if scalar_erase else None),
         num_warps=tiles.scores.warps,
         num_stages=tiles.scores.stages,

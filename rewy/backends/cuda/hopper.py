@@ -32,6 +32,7 @@ from rewy.backends.cuda.chunks import Chunks
 from rewy.backends.cuda.gates import LANES, Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Pipeline
+from rewy.backends.cuda.state import digits
 from rewy.problem import Gate, Operands, Problem
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
@@ -175,7 +176,7 @@ def forward_loads(
 
 @gluon.jit
 def forward_stores(
-    s, u, o, s_out, u_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
+    s, u, u2, o, s_out, u_out, u2_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """With the state at the start of chunk i comes what chunk i - 1 made."""
@@ -185,6 +186,7 @@ def forward_stores(
         mbarrier.wait(left, i & 1)
         take_away(s_out, s, i_ch * K, i_v * BV, i < NT)
         take_away(u_out, u, (i_ch - HV) * BT, i_v * BV, i > 0)
+        take_away(u2_out, u2, (i_ch - HV) * BT, i_v * BV, i > 0)
         take_away(o_out, o, bos + (i - 1) * BT, i_hv * V + i_v * BV, (i > 0) & (length >= i * BT))
         tma.store_wait(0)
         mbarrier.arrive(gone)
@@ -227,7 +229,7 @@ def receive_forward(
 
 @gluon.jit
 def forward_chunks(
-    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out, full, late, ended, left, gone,
+    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, u2_out, o_out, full, late, ended, left, gone,
     p_o, p_ht, bos, length, HV, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr,
     BT: gl.constexpr, STAGES: gl.constexpr,
@@ -239,7 +241,7 @@ def forward_chunks(
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     u_16 = gl.zeros([BV, BT], dtype, c_acc)
-    o_16 = u_16
+    u2_16, o_16 = u_16, u_16
     b_v, f_x = receive_forward(0, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, BT, STAGES)
     for i in range(NT):
         slot = i % STAGES
@@ -254,6 +256,7 @@ def forward_chunks(
         mbarrier.wait(gone, i & 1 ^ 1)
         hand_over(s_out, S_16)
         hand_over(u_out, u_16)
+        hand_over(u2_out, u2_16)
         hand_over(o_out, o_16)
         fence_async_shared()
         mbarrier.arrive(left)
@@ -272,6 +275,8 @@ def forward_chunks(
         else:
             b_u = warpgroup_mma_wait(0, (b_u,))
         u_16 = b_u.to(dtype)
+        if u2_out is not None:
+            u2_16 = (b_u - u_16.to(gl.float32)).to(dtype)
         if FACTORS:
             k_u = (b_u * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc)).to(dtype)
         else:
@@ -306,6 +311,7 @@ def forward_chunks(
             S = warpgroup_mma_wait(0, (S,))
     mbarrier.wait(gone, NT & 1 ^ 1)
     hand_over(u_out, u_16)
+    hand_over(u2_out, u2_16)
     hand_over(o_out, o_16)
     fence_async_shared()
     mbarrier.arrive(left)
@@ -328,6 +334,7 @@ def forward_pass(
     h0,
     s,
     u,
+    u2,
     o,
     p_o,
     ht,
@@ -363,7 +370,7 @@ def forward_pass(
     k_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
 
     kt_s, q_s, v_s, w_s, f_s, e_s, A_s = None, None, None, None, None, None, None
-    s_out, u_out, o_out = None, None, None
+    s_out, u_out, u2_out, o_out = None, None, None, None
     x_s = gl.allocate_shared_memory(dtype, [STAGES, BT, K], x.layout)
     T_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], Ti.layout)
     if v is not None:
@@ -383,6 +390,8 @@ def forward_pass(
     if s is not None:
         s_out = gl.allocate_shared_memory(dtype, [K, BV], s.layout)
         u_out = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)
+    if u2 is not None:
+        u2_out = gl.allocate_shared_memory(dtype, [BT, BV], u2.layout)
     VALUES: gl.constexpr = (0 if v is None else 1) + (0 if w is None else 1)
     TILES: gl.constexpr = (2 if OUTPUT else 1) * K + BT + VALUES * BV
     BYTES: gl.constexpr = 2 * BT * TILES + 4 * ((0 if f is None else NF * BT) + (0 if e is None else NE))
@@ -412,7 +421,7 @@ def forward_pass(
             (
                 forward_chunks,
                 (
-                    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out,
+                    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, u2_out, o_out,
                     full, late, ended, left, gone, p_o, ht, bos, length, HV, scale,
                     K, V, BV, BY_CHANNEL, DECAY, BT, STAGES, c_acc, k_acc,
                 ),
@@ -429,7 +438,7 @@ def forward_pass(
             (
                 forward_stores,
                 (
-                    s, u, o, s_out, u_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
+                    s, u, u2, o, s_out, u_out, u2_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
                     K, V, BV, BT,
                 ),
             ),
@@ -703,9 +712,10 @@ def reverse_pass(
 
 def forward(
     problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
-    s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None, chunks: Chunks, pipeline: Pipeline,
+    s: Tensor | None, u: Tensor | None, u2: Tensor | None, o: Tensor | None, ht: Tensor | None,
+    chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
-    """The forward pass into those of s [NC,HV,K,V], u [NC,HV,C,V], o [B,T,HV,V], ht [N·parts,HV,K,V] that are there.
+    """The forward pass into those of s [NC,HV,K,V], u and u2 [NC,HV,C,V], o [B,T,HV,V], ht [N·parts,HV,K,V] there are.
 
     Without x it begins with the identity and has no values.
     """
@@ -722,6 +732,7 @@ def forward(
         h0=h0,
         s=tiled(s, problem.V, rows=problem.K),
         u=tiled(u, problem.V),
+        u2=tiled(u2, problem.V),
         o=tiled(o, problem.HV * problem.V),
         p_o=o,
         ht=ht,
@@ -815,7 +826,7 @@ def forward_shared(problem: Problem, stages: int, output: bool, keep: bool) -> i
     columns = K + C + V * (1 if tied else 2) + K * output
     numbers = (C if tied else 0) if channel else 4 * C
     late = K * channel + C * output
-    out = C * output + (K + C) * keep
+    out = C * output + (K + C * digits(problem)) * keep
     return _shared(problem, stages, columns, numbers, late, out)
 
 

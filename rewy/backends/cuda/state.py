@@ -93,6 +93,7 @@ def state_forward(
     h0,
     s,
     u,
+    u2,
     o,
     ht,
     cu_seqlens,
@@ -157,6 +158,8 @@ def state_forward(
         if s is not None:
             tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
             tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
+        if u2 is not None:
+            tl.store(u2 + i_ch * BT * V + o_u, (b_u - b_u.to(dtype).to(tl.float32)).to(dtype), mask=m_v)
         if o is not None:
             b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
             b_A = tl.load(A + i_ch * BT * BT + o_c)
@@ -271,7 +274,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o [B,T,HV,V], the final state [N,HV,K,V] unless it is known, and what `states` gives if it is to be kept."""
     o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
-    s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
+    s, u = _buffers(problem, x.v, chunks, digits(problem)) if keep else (None, None)
     end = _states(problem, x.v, chunks) if ht is None else ht
     forward(problem, x, gated, A, Ti, s, u, o, end if ht is None else None, chunks, tiles)
     return o, end, [t for t in (s, u) if t is not None]
@@ -280,8 +283,8 @@ def outputs(
 def states(
     problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
 ) -> tuple[Tensor, Tensor]:
-    """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
-    s, u = _buffers(problem, x.v, chunks)
+    """S [NC,HV,K,V] at the start of every chunk, and U [digits,NC,HV,C,V]."""
+    s, u = _buffers(problem, x.v, chunks, digits(problem))
     forward(problem, x, gated, None, Ti, s, u, None, None, chunks, tiles)
     return s, u
 
@@ -328,6 +331,16 @@ def unit(problem: Problem) -> float:
     return math.frexp(problem.scale)[0] or 1.0
 
 
+def digits(problem: Problem) -> int:
+    """In how many tensors U is kept: by channel dA also takes what 16 bits leave of it, for dg's sake."""
+    return 2 if by_channel(problem) and problem.dtype.itemsize == 2 else 1
+
+
+def following(u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """U's leading digits, and those that follow where they are kept."""
+    return u[0], u[1] if len(u) > 1 else None
+
+
 def forward(
     problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
     s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None,
@@ -337,13 +350,14 @@ def forward(
 
     Without x it begins with the identity and has no values.
     """
+    u, u2 = (None, None) if u is None else following(u)
     if isinstance(tiles, Pipeline):
         from rewy.backends.cuda import hopper  # needs Gluon
 
-        hopper.forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
+        hopper.forward(problem, x, gated, A, Ti, s, u, u2, o, ht, chunks, tiles)
     else:
         v, b, w, h0 = (None,) * 4 if x is None else (x.v, x.erase, x.write, x.initial_state)
-        args: dict[str, object] = dict(v=v, b=b, w=w, A=A, Ti=Ti, h0=h0, s=s, u=u, o=o, ht=ht)
+        args: dict[str, object] = dict(v=v, b=b, w=w, A=A, Ti=Ti, h0=h0, s=s, u=u, u2=u2, o=o, ht=ht)
         _launch(state_forward, problem, gated, chunks, tiles, args)
 
 
@@ -375,10 +389,12 @@ def _launch(
     Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
 
 
-def _buffers(problem: Problem, like: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """One tensor of [K,V] and one of [C,V] for each chunk and head."""
+def _buffers(problem: Problem, like: Tensor, chunks: Chunks, *several: int) -> tuple[Tensor, Tensor]:
+    """One tensor of [K,V] and one, or `several`, of [C,V] for each chunk and head."""
     shape = chunks.count, problem.HV
-    return like.new_empty(*shape, problem.K, problem.V), like.new_empty(*shape, chunks.size, problem.V)
+    return like.new_empty(*shape, problem.K, problem.V), like.new_empty(
+        *several, *shape, chunks.size, problem.V
+    )
 
 
 def _states(problem: Problem, like: Tensor, chunks: Chunks) -> Tensor:
