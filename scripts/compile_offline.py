@@ -48,10 +48,10 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SPILLS = {
     "forward_pass": 80,
     "channel_keys": 104,
-    "pair_scores": 648,
+    "pair_scores": 720,
     "score_gradients": 32,
     "key_gradients": 2344,
-    "state_forward": 184,
+    "state_forward": 200,
     "state_reverse": 16,
     "wy_gradients": 592,
 }

@@ -16,7 +16,11 @@ Results = dict[str, Tensor]
 
 
 def exact(x: Operands, do: Tensor, dht: Tensor | None, scale: float | None = None) -> Results:
-    """The recurrence in fp64 and autograd of it, from the operands as they are rounded."""
+    """The recurrence in fp64 and autograd of it, from the operands as they are rounded.
+
+    Autograd rounds a gradient to its leaf's dtype: these are in fp64.
+    """
+    x = Operands(*(t.double() if t is not None and t.is_floating_point() else t for t in x))  # type: ignore[arg-type]
     x = leaves(x)
     o, ht = recurrence(x, check_scale(scale, x.q))
     return results(x, o, ht, do.to(o.dtype), None if dht is None else dht.to(ht.dtype))

@@ -211,7 +211,7 @@ def passes(
     s, u = kept or state.states(problem, x, gated, Ti, chunks, tiles.states)
     ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
     filled = slice(None) if chunks.table is None else chunks.table[:, 1] > 0
-    found = dict(o=o, ht=ht, s=s[filled], u=u[filled], ds=ds[filled], dr=dr[filled])
+    found = dict(o=o, ht=ht, s=s[filled], u=u[:, filled], ds=ds[filled], dr=dr[filled])
     return found if dh0 is None else found | dict(dh0=dh0)
 
 

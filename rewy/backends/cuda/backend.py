@@ -95,7 +95,7 @@ class CudaBackend:
             return x.q.new_empty(count, p.HV, *shape)
 
         gated = gates.allocated(p, x, count)
-        states = [] if p.recompute else [each(p.K, p.V), each(C, p.V)]
+        states = [] if p.recompute else [each(p.K, p.V), x.q.new_empty(state.digits(p), count, p.HV, C, p.V)]
         if tiles.spans > 1:
             states = [spans.starts_like(p, x, tiles.spans)]
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
@@ -103,7 +103,9 @@ class CudaBackend:
     def _backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        tiles = self._plan(problem, x)
+        tiles, unit = self._plan(problem, x), state.unit(problem)
+        if dht is not None and unit != 1:
+            dht = dht / unit
         A, Ti, *rest = kept
         names = gates.kept(problem)
         gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None

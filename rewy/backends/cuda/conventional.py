@@ -64,6 +64,7 @@ def wy_factors(
     m_t = o_t < rows
     dtype = v.dtype.element_ty
     b_T = tl.load(Ti + i_ch * BT * BT + (o_t[:, None] * BT + o_t[None, :]))
+    b_T += (o_t[:, None] == o_t[None, :]).to(dtype)
     if not BY_CHANNEL:
         f_x = tl.load(f + (i_ch * 4 + 1) * BT + o_t)[:, None]
 
@@ -290,6 +291,7 @@ def wy_adjoint(
     o_c = o_t[:, None] * BT + o_t[None, :]
     dtype = v.dtype.element_ty
     b_Tt = tl.load(Ti + i_ch * BT * BT + (o_t[None, :] * BT + o_t[:, None]))
+    b_Tt += (o_t[:, None] == o_t[None, :]).to(dtype)
 
     b_dT = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rewy.backends.cuda import state
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
 from rewy.backends.cuda.gates import LOG2_E, by_channel, exp
 from rewy.backends.cuda.launch import Launch
@@ -68,6 +69,7 @@ def score_gradients(
     G,
     do,
     u,
+    u2,
     dr,
     dv,
     dw,
@@ -121,6 +123,9 @@ def score_gradients(
         b_dr = tl.load(dr + o_cv, mask=m_v, other=0.0)
         b_v = tl.load(v + o_hv, mask=m_tv, other=0.0)
         b_A = tl.dot(b_do, tl.trans(b_u), b_A, input_precision=PRECISION)
+        if u2 is not None:
+            b_u2 = tl.load(u2 + i_ch * BT * V + o_cv, mask=m_v, other=0.0)
+            b_A = tl.dot(b_do, tl.trans(b_u2), b_A, input_precision=PRECISION)
         b_L = tl.dot(b_dr, tl.trans(b_u), b_L, input_precision=PRECISION)
         b_drf = b_dr.to(tl.float32)
         if w is None:
@@ -170,6 +175,7 @@ def key_gradients(
     table,
     # sizes
     scale,
+    unit,
     T,
     TOKENS,
     H,
@@ -332,7 +338,7 @@ def key_gradients(
         b_f = exp(b_Gl[None, :] - b_G)
     else:
         b_Gl = tl.load(G + BT - 1)
-        b_f = exp(b_Gl - tl.load(G + o_t))[:, None]
+        b_f = unit * exp(b_Gl - tl.load(G + o_t))[:, None]
     b_dk *= b_f
     b_go = b_k * b_dk
     tl.store(dk + o_hk, (b_dk + b_x).to(dk.dtype.element_ty), mask=m_tk)
@@ -387,7 +393,10 @@ def gradients(
     problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
-    """Gradients of every operand, from do [B,T,HV,V], u and dr [NC,HV,C,V], s and ds [NC,HV,K,V]."""
+    """Gradients of every operand: do [B,T,HV,V], u [digits,NC,HV,C,V], dr [NC,HV,C,V], s and ds [NC,HV,K,V].
+
+    ds and dh0 are in units of `state.unit`.
+    """
     out = buffers(problem, x, tiles)
     write(problem, x, G, do, u, dr, s, ds, out, chunks, tiles)
     return finished(problem, x, out, dh0)
@@ -419,6 +428,7 @@ def write(
     scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
     dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
+    u, u2 = state.following(u)
     common = dict(
         b=x.erase, G=G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
         scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=by_channel(p), PRECISION=precision(p), BT=C,
@@ -427,7 +437,7 @@ def write(
         score_gradients,
         grid=(chunks.count * p.HV,),
         args=common
-        | dict(v=x.v, w=x.write, dv=out.v, dw=out.write, BV=tiles.scores.BV)
+        | dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write, BV=tiles.scores.BV)
         | dict(db=out.erase[-1] if scalar_erase else None),
         num_warps=tiles.scores.warps,
         num_stages=tiles.scores.stages,
@@ -436,7 +446,7 @@ def write(
     common |= dict(
         q=x.q, k=x.k, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
         TOKENS=out.erase.stride(0) // p.HV if scalar_erase else 0,
-        H=p.H, K=p.K,
+        unit=state.unit(p), H=p.H, K=p.K,
         CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
         CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
         LIMIT=exponent_limit(p),
@@ -461,6 +471,9 @@ def write(
 def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) -> Gradients:
     """Parts are summed in fp32 and rounded once."""
     p, (dq, dk, dv, dg, db, dw) = problem, out
+    if dh0 is not None and x.initial_state is not None:
+        unit = state.unit(p)
+        dh0 = (dh0 if unit == 1 else dh0 * unit).to(x.initial_state.dtype)
     if p.group > 1:
         dq, dk = (summed(t, like, p.group, p.K) for t, like in ((dq, x.q), (dk, x.k)))
     if p.operator.erase is Gate.SCALAR:

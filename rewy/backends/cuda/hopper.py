@@ -32,6 +32,7 @@ from rewy.backends.cuda.chunks import Chunks
 from rewy.backends.cuda.gates import LANES, Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Pipeline
+from rewy.backends.cuda.state import digits
 from rewy.problem import Gate, Operands, Problem
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
@@ -175,7 +176,7 @@ def forward_loads(
 
 @gluon.jit
 def forward_stores(
-    s, u, o, s_out, u_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
+    s, u, u2, o, s_out, u_out, u2_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """With the state at the start of chunk i comes what chunk i - 1 made."""
@@ -185,6 +186,7 @@ def forward_stores(
         mbarrier.wait(left, i & 1)
         take_away(s_out, s, i_ch * K, i_v * BV, i < NT)
         take_away(u_out, u, (i_ch - HV) * BT, i_v * BV, i > 0)
+        take_away(u2_out, u2, (i_ch - HV) * BT, i_v * BV, i > 0)
         take_away(o_out, o, bos + (i - 1) * BT, i_hv * V + i_v * BV, (i > 0) & (length >= i * BT))
         tma.store_wait(0)
         mbarrier.arrive(gone)
@@ -227,7 +229,7 @@ def receive_forward(
 
 @gluon.jit
 def forward_chunks(
-    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out, full, late, ended, left, gone,
+    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, u2_out, o_out, full, late, ended, left, gone,
     p_o, p_ht, bos, length, HV, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr,
     BT: gl.constexpr, STAGES: gl.constexpr,
@@ -239,7 +241,7 @@ def forward_chunks(
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     u_16 = gl.zeros([BV, BT], dtype, c_acc)
-    o_16 = u_16
+    u2_16, o_16 = u_16, u_16
     b_v, f_x = receive_forward(0, NT, length, x_s, q_s, v_s, w_s, f_s, full, c_acc, BY_CHANNEL, BT, STAGES)
     for i in range(NT):
         slot = i % STAGES
@@ -254,6 +256,7 @@ def forward_chunks(
         mbarrier.wait(gone, i & 1 ^ 1)
         hand_over(s_out, S_16)
         hand_over(u_out, u_16)
+        hand_over(u2_out, u2_16)
         hand_over(o_out, o_16)
         fence_async_shared()
         mbarrier.arrive(left)
@@ -264,13 +267,16 @@ def forward_chunks(
         else:
             b_r = warpgroup_mma_wait(0, (b_r,))
 
-        r_left = gl.convert_layout((b_v - f_x * b_r).to(dtype), c_left, assert_trivial=True)
-        b_u = warpgroup_mma(r_left, T_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        b_r = b_v - f_x * b_r
+        r_left = gl.convert_layout(b_r.to(dtype), c_left, assert_trivial=True)
+        b_u = warpgroup_mma(r_left, T_s.index(slot).permute((1, 0)), b_r, is_async=True)
         if o_out is not None:
             b_u, b_o = warpgroup_mma_wait(0, (b_u, b_o))
         else:
             b_u = warpgroup_mma_wait(0, (b_u,))
         u_16 = b_u.to(dtype)
+        if u2_out is not None:
+            u2_16 = (b_u - u_16.to(gl.float32)).to(dtype)
         if FACTORS:
             k_u = (b_u * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc)).to(dtype)
         else:
@@ -305,6 +311,7 @@ def forward_chunks(
             S = warpgroup_mma_wait(0, (S,))
     mbarrier.wait(gone, NT & 1 ^ 1)
     hand_over(u_out, u_16)
+    hand_over(u2_out, u2_16)
     hand_over(o_out, o_16)
     fence_async_shared()
     mbarrier.arrive(left)
@@ -327,6 +334,7 @@ def forward_pass(
     h0,
     s,
     u,
+    u2,
     o,
     p_o,
     ht,
@@ -362,7 +370,7 @@ def forward_pass(
     k_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
 
     kt_s, q_s, v_s, w_s, f_s, e_s, A_s = None, None, None, None, None, None, None
-    s_out, u_out, o_out = None, None, None
+    s_out, u_out, u2_out, o_out = None, None, None, None
     x_s = gl.allocate_shared_memory(dtype, [STAGES, BT, K], x.layout)
     T_s = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], Ti.layout)
     if v is not None:
@@ -382,6 +390,8 @@ def forward_pass(
     if s is not None:
         s_out = gl.allocate_shared_memory(dtype, [K, BV], s.layout)
         u_out = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)
+    if u2 is not None:
+        u2_out = gl.allocate_shared_memory(dtype, [BT, BV], u2.layout)
     VALUES: gl.constexpr = (0 if v is None else 1) + (0 if w is None else 1)
     TILES: gl.constexpr = (2 if OUTPUT else 1) * K + BT + VALUES * BV
     BYTES: gl.constexpr = 2 * BT * TILES + 4 * ((0 if f is None else NF * BT) + (0 if e is None else NE))
@@ -411,7 +421,7 @@ def forward_pass(
             (
                 forward_chunks,
                 (
-                    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, o_out,
+                    S, x_s, kt_s, q_s, v_s, w_s, f_s, e_s, A_s, T_s, s_out, u_out, u2_out, o_out,
                     full, late, ended, left, gone, p_o, ht, bos, length, HV, scale,
                     K, V, BV, BY_CHANNEL, DECAY, BT, STAGES, c_acc, k_acc,
                 ),
@@ -428,7 +438,7 @@ def forward_pass(
             (
                 forward_stores,
                 (
-                    s, u, o, s_out, u_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
+                    s, u, u2, o, s_out, u_out, u2_out, o_out, left, gone, bos, length, i_c0, i_hv, i_v, HV,
                     K, V, BV, BT,
                 ),
             ),
@@ -493,7 +503,7 @@ def reverse_stores(
 
 @gluon.jit
 def receive_reverse(
-    j, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, layout: gl.constexpr,
+    j, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, layout: gl.constexpr,
     BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Wait for the chunk that is j before the last: A^T do under way, and do scaled for Q~^T do."""
@@ -515,24 +525,25 @@ def receive_reverse(
     if DECAY and not BY_CHANNEL:
         q_do = (do_16.to(gl.float32) * by_column(f_s.index(slot).slice(3 * BT, BT), left)).to(do_16.dtype)
     elif not BY_CHANNEL:
-        q_do = (do_16.to(gl.float32) * scale).to(do_16.dtype)
+        q_do = (do_16.to(gl.float32) * power).to(do_16.dtype)
     return b_do, q_do
 
 
 @gluon.jit
 def reverse_chunks(
     dS, x_s, kt_s, q_s, do_s, f_s, e_s, A_s, T_s, ds_out, dr_out, full, late, ended, left, gone,
-    p_dh0, length, scale,
+    p_dh0, length, scale, unit,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BY_CHANNEL: gl.constexpr, DECAY: gl.constexpr,
     BT: gl.constexpr, STAGES: gl.constexpr, c_acc: gl.constexpr, k_acc: gl.constexpr,
 ):  # fmt: skip
     NT = gl.cdiv(length, BT)
+    power = scale / unit
     dtype: gl.constexpr = do_s.dtype
     FACTORS: gl.constexpr = DECAY and not BY_CHANNEL
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     b_do, q_do = receive_reverse(
-        0, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, c_acc, BY_CHANNEL, DECAY, BT, STAGES
+        0, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, c_acc, BY_CHANNEL, DECAY, BT, STAGES
     )
     b_do = warpgroup_mma_wait(0, (b_do,))
     dr_16 = gl.zeros([BV, BT], dtype, c_acc)
@@ -541,12 +552,12 @@ def reverse_chunks(
         dS_16 = dS.to(dtype)
         dS_left = gl.convert_layout(dS_16, c_left, assert_trivial=True)
         zeros = gl.zeros([BV, BT], gl.float32, c_acc)
-        if FACTORS:
+        if BY_CHANNEL:
+            b_du = warpgroup_mma(dS_left, kt_s.index(slot).permute((1, 0)), b_do, is_async=True)
+        else:
             b_du = warpgroup_mma(
                 dS_left, kt_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-        else:
-            b_du = warpgroup_mma(dS_left, kt_s.index(slot).permute((1, 0)), b_do, is_async=True)
         if j > 0:
             mbarrier.arrive(ended.index((j - 1) % STAGES))
         mbarrier.wait(gone, j & 1 ^ 1)
@@ -562,20 +573,25 @@ def reverse_chunks(
         b_du = warpgroup_mma_wait(1, (b_du,))
         if FACTORS:
             b_du = b_du * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc) + b_do
+        elif not BY_CHANNEL:
+            b_du = b_du * unit + b_do
         du_left = gl.convert_layout(b_du.to(dtype), c_left, assert_trivial=True)
-        b_dr = warpgroup_mma(du_left, T_s.index(slot), zeros, use_acc=False, is_async=True)
+        b_dr = warpgroup_mma(du_left, T_s.index(slot), b_du, is_async=True)
         b_dr, dS = warpgroup_mma_wait(0, (b_dr, dS))
         if BY_CHANNEL:
             x_dr = gl.convert_layout((-b_dr).to(dtype), k_left, assert_trivial=True)
             mbarrier.wait(late.index(j % (STAGES - 1)), (j // (STAGES - 1)) & 1)
             dS = warpgroup_mma(x_dr, x_s.index(j % (STAGES - 1)), dS, is_async=True)
         else:
-            x_dr = (-b_dr * by_column(f_s.index(slot).slice(BT, BT), c_acc)).to(dtype)
+            f_x = by_column(f_s.index(slot).slice(BT, BT), c_acc)
+            if not DECAY:
+                f_x = f_x / unit
+            x_dr = (-b_dr * f_x).to(dtype)
             x_dr = gl.convert_layout(x_dr, k_left, assert_trivial=True)
             dS = warpgroup_mma(x_dr, kt_s.index(slot), dS, is_async=True)
         dr_16 = b_dr.to(dtype)
         b_do, q_do = receive_reverse(
-            j + 1, NT, length, kt_s, q_s, do_s, f_s, A_s, full, scale, c_acc, BY_CHANNEL, DECAY, BT, STAGES
+            j + 1, NT, length, kt_s, q_s, do_s, f_s, A_s, full, power, c_acc, BY_CHANNEL, DECAY, BT, STAGES
         )
         dS, b_do = warpgroup_mma_wait(0, (dS, b_do))
     mbarrier.wait(gone, NT & 1 ^ 1)
@@ -605,6 +621,7 @@ def reverse_pass(
     first,
     # sizes
     scale,
+    unit,
     T,
     H,
     HV,
@@ -671,7 +688,7 @@ def reverse_pass(
                 reverse_chunks,
                 (
                     dS, x_s, kt_s, q_s, do_s, f_s, e_s, A_s, T_s, ds_out, dr_out, full, late, ended, left, gone,
-                    dh0, length, scale,
+                    dh0, length, scale, unit,
                     K, V, BV, BY_CHANNEL, DECAY, BT, STAGES, c_acc, k_acc,
                 ),
             ),
@@ -695,9 +712,10 @@ def reverse_pass(
 
 def forward(
     problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
-    s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None, chunks: Chunks, pipeline: Pipeline,
+    s: Tensor | None, u: Tensor | None, u2: Tensor | None, o: Tensor | None, ht: Tensor | None,
+    chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
-    """The forward pass into those of s [NC,HV,K,V], u [NC,HV,C,V], o [B,T,HV,V], ht [N·parts,HV,K,V] that are there.
+    """The forward pass into those of s [NC,HV,K,V], u and u2 [NC,HV,C,V], o [B,T,HV,V], ht [N·parts,HV,K,V] there are.
 
     Without x it begins with the identity and has no values.
     """
@@ -714,6 +732,7 @@ def forward(
         h0=h0,
         s=tiled(s, problem.V, rows=problem.K),
         u=tiled(u, problem.V),
+        u2=tiled(u2, problem.V),
         o=tiled(o, problem.HV * problem.V),
         p_o=o,
         ht=ht,
@@ -723,7 +742,7 @@ def forward(
 
 def reverse(
     problem: Problem, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
-    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, chunks: Chunks, pipeline: Pipeline,
+    ds: Tensor | None, dr: Tensor | None, dh0: Tensor | None, unit: float, chunks: Chunks, pipeline: Pipeline,
 ) -> None:  # fmt: skip
     """The reverse pass into those of ds [NC,HV,K,V], dr [NC,HV,C,V], dh0 [N·parts,HV,K,V] that are there."""
     keys, args = _common(problem, gated, Ti, chunks, pipeline)
@@ -738,6 +757,7 @@ def reverse(
         ds=tiled(ds, problem.V, rows=problem.K),
         dr=tiled(dr, problem.V),
         dh0=dh0,
+        unit=unit,
     )
     Launch(reverse_pass, _grid(problem, chunks), args).run()
 
@@ -806,7 +826,7 @@ def forward_shared(problem: Problem, stages: int, output: bool, keep: bool) -> i
     columns = K + C + V * (1 if tied else 2) + K * output
     numbers = (C if tied else 0) if channel else 4 * C
     late = K * channel + C * output
-    out = C * output + (K + C) * keep
+    out = C * output + (K + C * digits(problem)) * keep
     return _shared(problem, stages, columns, numbers, late, out)
 
 

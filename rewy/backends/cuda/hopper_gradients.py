@@ -161,6 +161,7 @@ def row_keys(
     table,
     # sizes
     scale,
+    unit,
     T,
     TOKENS,
     H,
@@ -253,7 +254,7 @@ def row_keys(
     b_k = k_s.load(acc).to(gl.float32)
     kp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
     kp_s.store((b_b * b_k).to(dtype))
-    b_dk = b_dk * exp(b_Gl - b_G)
+    b_dk = b_dk * (unit * exp(b_Gl - b_G))
     b_f = exp(b_G)
     b_dq = b_dq * (scale * b_f)
     b_E = b_E * -b_f
@@ -587,7 +588,8 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
     """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
     p, C, dg, db = problem, problem.chunk_size, made["dg"], made["db"]
     channel = made["BY_CHANNEL"]
-    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY") + (() if channel else ("CHANNEL_ERASE", "LIMIT"))
+    others = ("unit",) if channel else ("CHANNEL_ERASE", "LIMIT")
+    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", *others)
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
     args = {name: arg for name, arg in made.items() if name not in general} | dict(
         q=tiled(made["q"], p.H * p.K),

@@ -6,6 +6,8 @@
 A decay per channel enters through operands centred on a reference row c: the sum over d of
 (q e^(G - c))_i (k e^(c - G))_j is one matrix product. The chunk's middle row serves unless some gate is too
 far from it; then `centred` finds references that no g <= 0 can overflow.
+
+T is kept without the ones of its diagonal: who multiplies by it adds T's operand itself, before it is rounded.
 """
 
 from __future__ import annotations
@@ -53,6 +55,14 @@ def centred(p_G, b_G, m_k, i_s, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.con
 
 
 @triton.jit
+def gated_scores(b_a, b_b, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T of fp32 tiles. Rounding them to bf16 would cost A as much again as its own rounding; tf32 does not."""
+    if dtype != tl.bfloat16:
+        b_a, b_b = b_a.to(dtype), b_b.to(dtype)
+    return tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
+
+
+@triton.jit
 def scores_between(
     b_a, b_b, p_G, b_G, m_k,
     FAR: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
@@ -64,13 +74,11 @@ def scores_between(
         i_s = BT
         while i_s > 0:
             b_p, b_n, m_block, i_s = centred(p_G, b_G, m_k, i_s, LIMIT, K, BT)
-            b_ap, b_bn = (b_a * b_p).to(b_b.dtype), (b_b * b_n).to(b_b.dtype)
-            b_x = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+            b_x = gated_scores(b_a * b_p, b_b * b_n, b_b.dtype, PRECISION)
             b_S += tl.where(m_block & (o_t[:, None] >= o_t[None, :]), b_x, 0.0)
     else:
         b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)[None, :]
-        b_ap, b_bn = (b_a * exp(b_G - b_c)).to(b_b.dtype), (b_b * exp(b_c - b_G)).to(b_b.dtype)
-        b_S = tl.dot(b_ap, tl.trans(b_bn), input_precision=PRECISION)
+        b_S = gated_scores(b_a * exp(b_G - b_c), b_b * exp(b_c - b_G), b_b.dtype, PRECISION)
     return b_S
 
 
@@ -179,7 +187,9 @@ def pair_scores(
 
     o_c = i_ch * BT * BT + o_t[:, None] * BT + o_t[None, :]
     tl.store(A + o_c, b_A.to(A.dtype.element_ty))
-    tl.store(Ti + o_c, unit_lower_inverse(b_L, Ti.dtype.element_ty, BT).to(Ti.dtype.element_ty))
+    b_T = unit_lower_inverse(b_L, Ti.dtype.element_ty, BT)
+    b_T -= (o_t[:, None] == o_t[None, :]).to(tl.float32)
+    tl.store(Ti + o_c, b_T.to(Ti.dtype.element_ty))
 
 
 def precision(problem: Problem) -> str:
@@ -203,7 +213,7 @@ def reaches(problem: Problem) -> tuple[bool, ...]:
 def scores(
     problem: Problem, x: Operands, gated: Gated, chunks: Chunks, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """A and T of every chunk, [NC,HV,C,C] in q's dtype."""
+    """A and T - I of every chunk, [NC,HV,C,C] in q's dtype."""
     C = chunks.size
     A = x.q.new_empty(chunks.count, problem.HV, C, C)
     Ti = torch.empty_like(A)

@@ -223,6 +223,7 @@ class _Tape(TorchDispatchMode):
         self.steps.append(Kernel(launch, [*numbers], [*numbers.values()]))
 
     def _new(self, t: Tensor) -> int:
-        self._numbers[id(t)] = len(self.known)
-        self.known.append(t)
+        if id(t) not in self._numbers:  # an operator that changes a tensor returns it
+            self._numbers[id(t)] = len(self.known)
+            self.known.append(t)
         return self._numbers[id(t)]

@@ -99,7 +99,7 @@ def both(
     """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
     M = transitions(p, gated, Ti, chunks, tiles)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
     if kept:
         s, u = kept
     else:

@@ -3,11 +3,15 @@
     forward:  R = w v - X S      U = T R          o = Q~ S + A U       S+ = e^Gl S + K~^T U
     reverse:  dU = A^T do + K~ dS+                 dR = T^T dU          dS = e^Gl dS+ + Q~^T do - X^T dR
 
-One program walks one sequence with one head's slice of BV value channels; slices never meet. R is formed in
-fp32 and rounded once. `hopper` has the same passes for the card it is named after; the plan says which.
+One program walks one sequence with one head's slice of BV value channels; slices never meet. R and dU are formed
+in fp32, and rounded only where T mixes rows: the kernels take `Ti`, T without the ones of its diagonal, and add its
+product to R or dU itself. dS is in units of `unit` throughout. `hopper` has the same passes for the card it is named
+after; the plan says which.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -19,7 +23,7 @@ from rewy.backends.cuda.gates import LANES, Gated, by_channel
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.pairs import precision
 from rewy.backends.cuda.plan import Pipeline, Tiles
-from rewy.problem import Operands, Problem
+from rewy.problem import Algebra, Gate, Operands, Problem
 
 
 @triton.jit
@@ -89,6 +93,7 @@ def state_forward(
     h0,
     s,
     u,
+    u2,
     o,
     ht,
     cu_seqlens,
@@ -149,10 +154,12 @@ def state_forward(
         b_sd = b_s.to(dtype)
         b_r = f_x * tl.dot(b_x, b_sd, input_precision=PRECISION)
         b_r = b_w.to(tl.float32) * b_v.to(tl.float32) - b_r
-        b_u = tl.dot(b_T, b_r.to(dtype), input_precision=PRECISION)
+        b_u = tl.dot(b_T, b_r.to(dtype), b_r, input_precision=PRECISION)
         if s is not None:
             tl.store(s + i_ch * K * V + o_s, b_sd, mask=m_s)
             tl.store(u + i_ch * BT * V + o_u, b_u.to(dtype), mask=m_v)
+        if u2 is not None:
+            tl.store(u2 + i_ch * BT * V + o_u, (b_u - b_u.to(dtype).to(tl.float32)).to(dtype), mask=m_v)
         if o is not None:
             b_q = key_tile(qt, i_ch, i_t, o_t, o_k, m_t, i_h, H, K, BY_CHANNEL, BT)
             b_A = tl.load(A + i_ch * BT * BT + o_c)
@@ -187,6 +194,7 @@ def state_reverse(
     cu_seqlens,
     first,
     # sizes
+    unit,
     T,
     H,
     HV,
@@ -231,6 +239,8 @@ def state_reverse(
         i_ch = (i_c0 + i).to(tl.int64) * HV + i_hv
         m_t = o_t < length - i * BT
         f_x, f_k, f_q, b_e = f_xn, f_kn, f_qn, b_en
+        if e is None:
+            f_x, f_k, f_q = f_x / unit, f_k * unit, f_q / unit
         i_cn = (i_c0 + tl.maximum(i - 1, 0)).to(tl.int64) * HV + i_hv
         f_xn, f_kn, f_qn, b_en = decays(f, e, i_cn, o_t, o_k, K, BY_CHANNEL, BT)
 
@@ -243,7 +253,7 @@ def state_reverse(
             tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
         b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
-        b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), input_precision=PRECISION)
+        b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), b_du, input_precision=PRECISION)
         if dr is not None:
             tl.store(dr + i_ch * BT * V + o_u, b_dr.to(dtype), mask=m_v)
         b_ds *= b_e
@@ -264,7 +274,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o [B,T,HV,V], the final state [N,HV,K,V] unless it is known, and what `states` gives if it is to be kept."""
     o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
-    s, u = _buffers(problem, x.v, chunks) if keep else (None, None)
+    s, u = _buffers(problem, x.v, chunks, digits(problem)) if keep else (None, None)
     end = _states(problem, x.v, chunks) if ht is None else ht
     forward(problem, x, gated, A, Ti, s, u, o, end if ht is None else None, chunks, tiles)
     return o, end, [t for t in (s, u) if t is not None]
@@ -273,8 +283,8 @@ def outputs(
 def states(
     problem: Problem, x: Operands, gated: Gated, Ti: Tensor, chunks: Chunks, tiles: Tiles | Pipeline
 ) -> tuple[Tensor, Tensor]:
-    """S [NC,HV,K,V] at the start of every chunk, and U [NC,HV,C,V]."""
-    s, u = _buffers(problem, x.v, chunks)
+    """S [NC,HV,K,V] at the start of every chunk, and U [digits,NC,HV,C,V]."""
+    s, u = _buffers(problem, x.v, chunks, digits(problem))
     forward(problem, x, gated, None, Ti, s, u, None, None, chunks, tiles)
     return s, u
 
@@ -292,9 +302,12 @@ def reverse(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
     chunks: Chunks, tiles: Tiles | Pipeline,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and dh0 like the initial state."""
+    """dS+ [NC,HV,K,V] at the end of every chunk, dR [NC,HV,C,V], and in fp32 dh0 [N,HV,K,V] if there is an h0.
+
+    dS+, dht and dh0 are in units of `unit`.
+    """
     ds, dr = _buffers(problem, do, chunks)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state)
+    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
     _reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
     return ds, dr, dh0
 
@@ -308,6 +321,26 @@ def start_gradient(
     return dh0
 
 
+def unit(problem: Problem) -> float:
+    """What gradients of states are kept in: without decays, the scale but for a power of two.
+
+    Q~^T do then takes do times the power, which is exact; do times the scale would have to be rounded.
+    """
+    if problem.operator.decay is not Gate.NONE or problem.algebra is not Algebra.REWY:
+        return 1.0
+    return math.frexp(problem.scale)[0] or 1.0
+
+
+def digits(problem: Problem) -> int:
+    """In how many tensors U is kept: by channel dA also takes what 16 bits leave of it, for dg's sake."""
+    return 2 if by_channel(problem) and problem.dtype.itemsize == 2 else 1
+
+
+def following(u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """U's leading digits, and those that follow where they are kept."""
+    return u[0], u[1] if len(u) > 1 else None
+
+
 def forward(
     problem: Problem, x: Operands | None, gated: Gated, A: Tensor | None, Ti: Tensor,
     s: Tensor | None, u: Tensor | None, o: Tensor | None, ht: Tensor | None,
@@ -317,13 +350,14 @@ def forward(
 
     Without x it begins with the identity and has no values.
     """
+    u, u2 = (None, None) if u is None else following(u)
     if isinstance(tiles, Pipeline):
         from rewy.backends.cuda import hopper  # needs Gluon
 
-        hopper.forward(problem, x, gated, A, Ti, s, u, o, ht, chunks, tiles)
+        hopper.forward(problem, x, gated, A, Ti, s, u, u2, o, ht, chunks, tiles)
     else:
         v, b, w, h0 = (None,) * 4 if x is None else (x.v, x.erase, x.write, x.initial_state)
-        args: dict[str, object] = dict(v=v, b=b, w=w, A=A, Ti=Ti, h0=h0, s=s, u=u, o=o, ht=ht)
+        args: dict[str, object] = dict(v=v, b=b, w=w, A=A, Ti=Ti, h0=h0, s=s, u=u, u2=u2, o=o, ht=ht)
         _launch(state_forward, problem, gated, chunks, tiles, args)
 
 
@@ -335,9 +369,9 @@ def _reverse(
     if isinstance(tiles, Pipeline):
         from rewy.backends.cuda import hopper  # needs Gluon
 
-        hopper.reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
+        hopper.reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, unit(problem), chunks, tiles)
     else:
-        args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0)
+        args: dict[str, object] = dict(do=do, A=A, Ti=Ti, dht=dht, ds=ds, dr=dr, dh0=dh0, unit=unit(problem))
         _launch(state_reverse, problem, gated, chunks, tiles, args)
 
 
@@ -355,10 +389,12 @@ def _launch(
     Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
 
 
-def _buffers(problem: Problem, like: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """One tensor of [K,V] and one of [C,V] for each chunk and head."""
+def _buffers(problem: Problem, like: Tensor, chunks: Chunks, *several: int) -> tuple[Tensor, Tensor]:
+    """One tensor of [K,V] and one, or `several`, of [C,V] for each chunk and head."""
     shape = chunks.count, problem.HV
-    return like.new_empty(*shape, problem.K, problem.V), like.new_empty(*shape, chunks.size, problem.V)
+    return like.new_empty(*shape, problem.K, problem.V), like.new_empty(
+        *several, *shape, chunks.size, problem.V
+    )
 
 
 def _states(problem: Problem, like: Tensor, chunks: Chunks) -> Tensor:
