@@ -112,28 +112,31 @@ def score_gradients(
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
     b_L = tl.zeros([BT, BT], dtype=tl.float32)
     b_dw = tl.zeros([BT], dtype=tl.float32)
-    for i_v in tl.static_range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        m_tv = m_t[:, None] & m_v
-        o_hv = o_t[:, None] * (HV * V) + o_v[None, :]
-        o_cv = o_t[:, None] * V + o_v[None, :]
-        b_do = tl.load(do + o_hv, mask=m_tv, other=0.0)
-        b_u = tl.load(u + o_cv, mask=m_v, other=0.0)
-        b_dr = tl.load(dr + o_cv, mask=m_v, other=0.0)
-        b_v = tl.load(v + o_hv, mask=m_tv, other=0.0)
-        b_A = tl.dot(b_do, tl.trans(b_u), b_A, input_precision=PRECISION)
-        if u2 is not None:
-            b_u2 = tl.load(u2 + i_ch * BT * V + o_cv, mask=m_v, other=0.0)
-            b_A = tl.dot(b_do, tl.trans(b_u2), b_A, input_precision=PRECISION)
-        b_L = tl.dot(b_dr, tl.trans(b_u), b_L, input_precision=PRECISION)
-        b_drf = b_dr.to(tl.float32)
-        if w is None:
-            b_dw += tl.sum(b_v * b_drf, 1)
-        else:
-            b_w = tl.load(w + o_hv, mask=m_tv, other=0.0)
-            tl.store(dw + o_hv, (b_v * b_drf).to(dw.dtype.element_ty), mask=m_tv)
-        tl.store(dv + o_hv, (b_w * b_drf).to(dv.dtype.element_ty), mask=m_tv)
+    # products in fp32 are unrolled themselves, so their tiles are not
+    UNROLLED: tl.constexpr = BV if PRECISION == "ieee" else V
+    for i_u in range(0, V, UNROLLED):
+        for i_v in tl.static_range(0, UNROLLED, BV):
+            o_v = i_u + i_v + tl.arange(0, BV)
+            m_v = (o_v < V)[None, :]
+            m_tv = m_t[:, None] & m_v
+            o_hv = o_t[:, None] * (HV * V) + o_v[None, :]
+            o_cv = o_t[:, None] * V + o_v[None, :]
+            b_do = tl.load(do + o_hv, mask=m_tv, other=0.0)
+            b_u = tl.load(u + o_cv, mask=m_v, other=0.0)
+            b_dr = tl.load(dr + o_cv, mask=m_v, other=0.0)
+            b_v = tl.load(v + o_hv, mask=m_tv, other=0.0)
+            b_A = tl.dot(b_do, tl.trans(b_u), b_A, input_precision=PRECISION)
+            if u2 is not None:
+                b_u2 = tl.load(u2 + i_ch * BT * V + o_cv, mask=m_v, other=0.0)
+                b_A = tl.dot(b_do, tl.trans(b_u2), b_A, input_precision=PRECISION)
+            b_L = tl.dot(b_dr, tl.trans(b_u), b_L, input_precision=PRECISION)
+            b_drf = b_dr.to(tl.float32)
+            if w is None:
+                b_dw += tl.sum(b_v * b_drf, 1)
+            else:
+                b_w = tl.load(w + o_hv, mask=m_tv, other=0.0)
+                tl.store(dw + o_hv, (b_v * b_drf).to(dw.dtype.element_ty), mask=m_tv)
+            tl.store(dv + o_hv, (b_w * b_drf).to(dv.dtype.element_ty), mask=m_tv)
     if w is None:
         tl.store(db + o_t * HV, b_dw, mask=m_t)
 

@@ -93,25 +93,37 @@ def dot_split(b_a, b_b, dtype: tl.constexpr):
 
 
 @triton.jit
+def joined(b_T, b_L, i, dtype: tl.constexpr, TF32: tl.constexpr, BT: tl.constexpr):
+    """Inverses of blocks of 2^(i+1) rows from those of 2^i rows in T."""
+    o_i = tl.arange(0, BT) >> i
+    m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i & 1 == 1)[:, None]
+    b_l = tl.where(m_l, b_L, 0.0)
+    if TF32:
+        b_T -= tl.dot(tl.dot(b_T, b_l, input_precision="tf32"), b_T, input_precision="tf32")
+    else:
+        b_T -= dot_split(dot_split(b_T, b_l, dtype), b_T, dtype)
+    return b_T
+
+
+@triton.jit
 def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
     """(I + L)^-1 of a strictly lower L: from blocks of 2 rows, joined pairwise up to BT.
 
     [[a, 0], [l, c]]^-1 = [[A, 0], [-C l A, C]] with A, C the inverses of a, c: no power of L is ever formed.
     In bf16 blocks of up to 16 rows are joined in tf32, which adds a tenth to what rounding T leaves, and a third where
-    keys are much alike; fp16 has as many digits as tf32.
+    keys are much alike; fp16 has as many digits as tf32. In fp32 the loop stays one: unrolled, its products are 20 000
+    instructions, and half a minute to compile.
     """
     o_t = tl.arange(0, BT)
     m_2 = (o_t // 2)[:, None] == (o_t // 2)[None, :]
     b_T = (o_t[:, None] == o_t[None, :]).to(tl.float32) - tl.where(m_2, b_L, 0.0)
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    for i in tl.static_range(1, LEVELS):  # blocks of 2^i rows
-        o_i = o_t >> i
-        m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i & 1 == 1)[:, None]
-        b_l = tl.where(m_l, b_L, 0.0)
-        if i < 4 and dtype == tl.bfloat16:
-            b_T -= tl.dot(tl.dot(b_T, b_l, input_precision="tf32"), b_T, input_precision="tf32")
-        else:
-            b_T -= dot_split(dot_split(b_T, b_l, dtype), b_T, dtype)
+    if dtype == tl.float32:
+        for i in range(1, LEVELS):
+            b_T = joined(b_T, b_L, i, dtype, False, BT)
+    else:
+        for i in tl.static_range(1, LEVELS):
+            b_T = joined(b_T, b_L, i, dtype, i < 4 and dtype == tl.bfloat16, BT)
     return b_T
 
 

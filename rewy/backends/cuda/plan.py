@@ -100,6 +100,12 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
     pairs = Tiles(min(K, 32 if wide else 64), 0, warps=4, stages=1)
     scores = Tiles(0, min(V, 32 if wide else 64), warps=4, stages=1)
     keys = Tiles(min(K, 32 if wide else 64), min(V, 32 if wide else 64), warps=4, stages=1)
+    if wide:
+        # A product in fp32 is unrolled, its operands in registers: half as much a thread compiles in half the time.
+        # Without a limit of its own ptxas 12.8 has been seen to take 32 registers and to spill kilobytes.
+        sequential, pairs, scores, keys = (
+            replace(tiles, warps=8, registers=255) for tiles in (sequential, pairs, scores, keys)
+        )
     # Two M in shared memory where they fit, and what a product takes.
     chain = Tiles(K, 16, warps=8 if K > 64 else 4, stages=3 if limits.shared >= 8 * K * (K + 16) else 2)
     if limits.capability == HOPPER and not wide:

@@ -386,7 +386,7 @@ def _launch(
         BT=chunks.size, PARTS=chunks.parts, BK=tiles.BK, BV=tiles.BV,
     )  # fmt: skip
     grid = (problem.N * chunks.parts * problem.HV * triton.cdiv(problem.V, tiles.BV),)
-    Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages).run()
+    Launch(kernel, grid, args, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers).run()
 
 
 def _buffers(problem: Problem, like: Tensor, chunks: Chunks, *several: int) -> tuple[Tensor, Tensor]:
