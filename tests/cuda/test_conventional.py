@@ -111,5 +111,6 @@ def test_runs_kernels_of_its_own():
         names[algebra] = [launch.name for launch in launches]
     assert names["conventional"] == [
         "channel_gates", "wy_factors", "wy_forward", "wy_reverse", "wy_adjoint", "wy_gradients",
+        "sum_parts", "sum_parts",
     ]  # fmt: skip
     assert not {name for name in names["rewy"] if name.startswith("wy_")}

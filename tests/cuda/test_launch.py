@@ -72,7 +72,7 @@ def test_a_compiled_kernel_serves_all_arguments_of_its_kind(monkeypatch: pytest.
         return {grid: lambda *args: run.append(args) for grid in [(1, 1, 1)]}
 
     monkeypatch.setattr(Launch, "compile", compile_)
-    monkeypatch.setattr(launch, "_bind", lambda device: None)
+    monkeypatch.setattr(launch, "bind", lambda device: None)
     monkeypatch.setattr(launch, "_compiled", {})
     x = torch.empty(64)
 
