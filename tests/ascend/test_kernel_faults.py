@@ -41,6 +41,7 @@ REVERSE = (
 # What each kernel cannot do without.
 NEEDED = {
     "chunk_gradient": GRADIENT + ROW_GATES,
+    "chunk_gradient_shared": GRADIENT + ROW_GATES,
     "chunk_gradient_channel_decay": GRADIENT + ROW_GATES + PASSES,
     "chunk_gradient_channel_gates": GRADIENT + PASSES,
     # Waits for what arrives last before it reads any of it: MTE2_MTE1(2) says what MTE2_MTE1(1) says.

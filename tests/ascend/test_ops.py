@@ -176,7 +176,8 @@ def operands(device: str, N: int = 2, K: int = 64, V: int = 64) -> dict[str, tor
     wide |= dict.fromkeys(("S", "dS"), (N, K, V))
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in wide.items()}
     tensors |= {name: torch.zeros(N, 64, 1, device=device) for name in ("b", "G")}
-    return tensors | {"w": None, "far": None, "masks": torch.zeros(8, 64, 64, device=device), "scale": 1.0}
+    tensors |= {"masks": torch.zeros(8, 64, 64, device=device)}
+    return tensors | {"w": None, "far": None, "scale": 1.0, "shared": False}
 
 
 def states(device: str, *names: str) -> dict[str, torch.Tensor]:
@@ -199,15 +200,36 @@ def test_meta_of_the_state_passes() -> None:
         reverse(**states("npu", "minus_X", "K", "T", "A", "Q", "do") | {"carry": torch.zeros(3, 64).npu()})
 
 
+def filled(operands: dict[str, torch.Tensor | float | None]) -> dict[str, torch.Tensor | float | None]:
+    """Random numbers for zeros, at most 0.1."""
+    random = torch.Generator().manual_seed(0)
+    return {
+        name: t.copy_(torch.rand(t.shape, generator=random) / 10) if isinstance(t, torch.Tensor) else t
+        for name, t in operands.items()
+    }
+
+
+def test_shared_keys_keep_fp32() -> None:
+    """dq and dk are those of heads that share nothing, before their rounding."""
+    x = filled(operands("npu"))
+    own = torch.ops.rewy_ascend.chunk_gradient(**x)
+    shared = torch.ops.rewy_ascend.chunk_gradient(**x | {"shared": True})
+    for rounded, t in zip(own[:2], shared[:2], strict=True):
+        assert t.dtype is torch.float32 and t.abs().max() > 0
+        assert torch.equal(t.cpu().to(torch.bfloat16), rounded.cpu())
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(own[2:], shared[2:], strict=True))
+
+
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
     gates = {name: torch.zeros(2, 64, 64, device=device) for name in ("b", "w", "G")}
     return operands(device) | gates | {"far": torch.zeros(2, dtype=torch.int32, device=device)}
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("make_operands", [operands, per_channel])
-def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | None]]) -> None:
-    real = torch.ops.rewy_ascend.chunk_gradient(**make_operands("npu"))
-    meta = torch.ops.rewy_ascend.chunk_gradient(**make_operands("meta"))
+def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | None]], shared: bool) -> None:
+    real = torch.ops.rewy_ascend.chunk_gradient(**make_operands("npu") | {"shared": shared})
+    meta = torch.ops.rewy_ascend.chunk_gradient(**make_operands("meta") | {"shared": shared})
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
 
 

@@ -102,6 +102,7 @@ def gradients(
         far,
         _masks(G.device),
         c.problem.scale,
+        c.problem.group > 1,
         *(_flat(c, t) for t in conventional),
     )
     dq, dk, dv, db, dG, remaining = _stacked(c, *results[:4], *results[5:])

@@ -33,7 +33,7 @@ uint8_t *numbers(std::vector<int32_t> x)
 }
 
 template <bool DECAY, bool GATES>
-void chunk_gradient(bool conventional = false)
+void chunk_gradient(bool conventional = false, bool shared = false)
 {
     uint8_t *q = some<T>(N * C * K), *k = some<T>(N * C * K), *v = some<T>(N * C * V), *d_o = some<T>(N * C * V);
     uint8_t *U = some<T>(N * C * V), *dR = some<T>(N * C * V), *S = some<T>(N * K * V), *dS = some<T>(N * K * V);
@@ -45,7 +45,7 @@ void chunk_gradient(bool conventional = false)
     uint8_t *written = some<T>(N * C * V), *T_ = some<T>(N * C * C);
     emulation::launch(CORES, [=] {
         rewy::ChunkGradient<T, DECAY, GATES>(REWY_CHUNK_GRADIENT_NAMES,
-                                             rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, conventional));
+                                             rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, conventional, shared));
     });
 }
 
@@ -66,6 +66,7 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"chunk_gradient", [] { chunk_gradient<false, false>(); }},
     {"chunk_gradient_channel_decay", [] { chunk_gradient<true, false>(); }},
     {"chunk_gradient_channel_gates", [] { chunk_gradient<true, true>(); }},
+    {"chunk_gradient_shared", [] { chunk_gradient<false, false>(false, true); }},
     {"chunk_gradient_conventional", [] { chunk_gradient<false, false>(true); }},
     {"state_forward", [] { state_pass(false); }},
     {"state_reverse", [] { state_pass(true); }},

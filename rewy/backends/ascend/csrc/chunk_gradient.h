@@ -49,7 +49,8 @@ struct ChunkGradientOperands {
     GlobalTensor<float> G;           // [N,C..K]
     GlobalTensor<int32_t> far;       // [N] for decay per channel
     GlobalTensor<float> masks;       // [8,C,C] all pairs, those of each of six passes, the diagonal
-    GlobalTensor<float> dq, dk;      // [N,C,K]
+    GlobalTensor<T> dq, dk;          // [N,C,K], or, where value heads share q and k,
+    GlobalTensor<float> dq_share, dk_share;
     GlobalTensor<T> dv;              // [N,C,V]
     GlobalTensor<float> db, dw;      // like b and w; db has dw's share where there is no w
     GlobalTensor<float> dG;          // like G
@@ -413,10 +414,21 @@ private:
         CrossCoreSetFlag<2, PIPE_V>(OUTER_FREE);
         SetFlag<HardEvent::V_MTE2>(0);
 
+        // In T they leave from where M_A and M_L were.
+        LocalTensor<T> dq16 = At16<T>(MA16, R * D), dk16 = At16<T>(ML16, R * D);
+        if (!x.tiling.shared) {
+            Cast(dq16, t0, RoundMode::CAST_RINT, R * D);
+            Cast(dk16, t1, RoundMode::CAST_RINT, R * D);
+        }
         SetFlag<HardEvent::V_MTE3>(1);
         WaitFlag<HardEvent::V_MTE3>(1);
-        LeaveTile(x.dq[o], t0, K);
-        LeaveTile(x.dk[o], t1, K);
+        if (x.tiling.shared) {
+            LeaveTile(x.dq_share[o], t0, K);
+            LeaveTile(x.dk_share[o], t1, K);
+        } else {
+            LeaveTile(x.dq[o], dq16, K);
+            LeaveTile(x.dk[o], dk16, K);
+        }
         if constexpr (CHANNEL_DECAY) {
             LeaveTile(x.dG[o], dG, K);
             LeaveTile(x.remaining[o], rest, K);
@@ -612,13 +624,14 @@ __aicore__ inline void ChunkGradient(REWY_CHUNK_GRADIENT_TENSORS(GM_ADDR), Chunk
     const uint64_t keys = rows * tiling.K, values = rows * tiling.V, masks = (DIAGONAL + 1) * C * C;
     const uint64_t decay = CHANNEL_DECAY ? keys : rows, erase = CHANNEL_GATES ? keys : rows;
     const uint64_t write = CHANNEL_GATES ? values : 0, far = CHANNEL_DECAY ? tiling.N : 0;
-    const uint64_t conventional = tiling.conventional ? 1 : 0;
+    const uint64_t conventional = tiling.conventional ? 1 : 0, shared = tiling.shared ? keys : 0;
     const ChunkGradientOperands<T> x{
         Global<T>(q, keys), Global<T>(k, keys), Global<T>(v, values), Global<T>(d_o, values), Global<T>(U, values),
         Global<T>(dR, values), Global<T>(S, state), Global<T>(dS, state), Global<float>(b, erase),
         Global<float>(w, write), Global<float>(G, decay), Global<int32_t>(far_, far), Global<float>(masks_, masks),
-        Global<float>(dq, keys), Global<float>(dk, keys), Global<T>(dv, values), Global<float>(db, erase),
-        Global<float>(dw, write), Global<float>(dG, decay), Global<float>(remaining, decay),
+        Global<T>(dq, keys - shared), Global<T>(dk, keys - shared), Global<float>(dq, shared),
+        Global<float>(dk, shared), Global<T>(dv, values), Global<float>(db, erase), Global<float>(dw, write),
+        Global<float>(dG, decay), Global<float>(remaining, decay),
         Global<T>(dU, conventional * values), Global<T>(minus_X, conventional * keys),
         Global<T>(written, conventional * values), Global<T>(T_, conventional * rows * C), tiling};
 

@@ -52,10 +52,11 @@ void enqueue(const char *name, F launch)
 }
 
 // dq, dk, dv, db, dw (empty without a w), dG, remaining.
-Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G)
+Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G,
+                          bool shared)
 {
-    const at::TensorOptions fp32 = q.options().dtype(at::kFloat);
-    return {at::empty(q.sizes(), fp32), at::empty(q.sizes(), fp32), at::empty_like(v), at::empty_like(b),
+    const at::TensorOptions fp32 = q.options().dtype(at::kFloat), keys = shared ? fp32 : q.options();
+    return {at::empty(q.sizes(), keys), at::empty(q.sizes(), keys), at::empty_like(v), at::empty_like(b),
             w.defined() ? at::empty_like(w) : at::empty({0}, fp32), at::empty_like(G), at::empty_like(G)};
 }
 
@@ -69,8 +70,8 @@ int64_t cube_cores(int device)
 
 Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &b, Optional write,
                          const Tensor &G, const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S,
-                         const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, Optional unsolved,
-                         Optional keys, Optional values, Optional inverse)
+                         const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, bool shared,
+                         Optional unsolved, Optional keys, Optional values, Optional inverse)
 {
     TORCH_CHECK_VALUE(q.dim() == 3 && v.dim() == 3, "q and v must be [N,", CHUNK, ",K] and [N,", CHUNK, ",V], got ",
                       q.sizes(), " and ", v.sizes());
@@ -106,10 +107,10 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
         check(T, "T", scalar, {N, CHUNK, CHUNK});
     }
 
-    const Gradients gradients = empty_gradients(q, v, b, w, G);
+    const Gradients gradients = empty_gradients(q, v, b, w, G, shared);
     if (N == 0) return gradients;
     const rewy::ChunkGradientTiling tiling =
-        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional);
+        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional, shared);
     enqueue("RewyChunkGradient", [=](void *stream) {
         const auto &[dq, dk, dv, db, dw, dG, remaining] = gradients;
         return rewy::launch_chunk_gradient(type, channels, stream, address(q), address(k), address(v), address(b),
@@ -123,9 +124,10 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
 
 Gradients chunk_gradient_meta(const Tensor &q, const Tensor &, const Tensor &v, const Tensor &b, Optional w,
                               const Tensor &G, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
-                              const Tensor &, Optional, const Tensor &, double, Optional, Optional, Optional, Optional)
+                              const Tensor &, Optional, const Tensor &, double, bool shared, Optional, Optional,
+                              Optional, Optional)
 {
-    return empty_gradients(q, v, b, or_none(w), G);
+    return empty_gradients(q, v, b, or_none(w), G, shared);
 }
 
 // The states that the chunks find, U or dR, the last states, dU (empty but in the conventional form).
@@ -210,8 +212,8 @@ TORCH_LIBRARY(rewy_ascend, library)
 {
     library.def(
         "chunk_gradient(Tensor q, Tensor k, Tensor v, Tensor b, Tensor? w, Tensor G, Tensor do, Tensor U, Tensor dR, "
-        "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, Tensor? dU=None, Tensor? minus_X=None, "
-        "Tensor? written=None, Tensor? T=None) -> "
+        "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, bool shared, Tensor? dU=None, "
+        "Tensor? minus_X=None, Tensor? written=None, Tensor? T=None) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dw, Tensor dG, Tensor remaining)");
     library.def(
         "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts) -> "
