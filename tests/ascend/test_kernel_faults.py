@@ -26,6 +26,9 @@ GRADIENT = (
 )
 ROW_GATES = ["MTE3_V(1)"]  # gradients of gates with one number a token
 PASSES = ["MTE2_V(1)", "V_MTE2(1)"]  # masks of the passes over the pairs
+# Waits for what arrives last before it reads any of it: MTE2_MTE1(2) says what MTE2_MTE1(1) says.
+CONVENTIONAL = [flag for flag in GRADIENT if flag != "MTE2_MTE1(1)"] + flags("FIX_MTE1")
+SUMS = ["M_FIX(2)"]  # q kᵀ and b k kᵀ, which grow over tiles of keys
 # In the state passes cube and vector cores take turns, which orders some of what the shared parts' own flags order too;
 # those are tried where they matter.
 REVERSE = (
@@ -44,10 +47,10 @@ NEEDED = {
     "chunk_gradient_shared": GRADIENT + ROW_GATES,
     "chunk_gradient_channel_decay": GRADIENT + ROW_GATES + PASSES,
     "chunk_gradient_channel_gates": GRADIENT + PASSES,
-    # Waits for what arrives last before it reads any of it: MTE2_MTE1(2) says what MTE2_MTE1(1) says.
-    "chunk_gradient_conventional": [flag for flag in GRADIENT if flag != "MTE2_MTE1(1)"]
-    + ROW_GATES
-    + flags("FIX_MTE1"),
+    "chunk_gradient_conventional": CONVENTIONAL + ROW_GATES + SUMS,
+    "chunk_gradient_conventional_no_decay": CONVENTIONAL + ROW_GATES,
+    "chunk_gradient_conventional_channel_decay": CONVENTIONAL + ROW_GATES + PASSES,
+    "chunk_gradient_conventional_channel_gates": CONVENTIONAL + PASSES,
     "state_forward": MULTIPLY
     + VECTOR
     + ["V_MTE3(1)"]

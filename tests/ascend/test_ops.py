@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rewy
+from rewy.backends.ascend.fused import _masks
 from rewy.problem import OPERATORS
 from rewy.testing import Case, arguments, computed, exact, leaves, make
 
@@ -65,7 +66,16 @@ def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "title",
-    ["two chunks and a tail", "hard resets", "large heads", "three tiles of key and of value channels"],
+    [
+        "two chunks and a tail",
+        "three value heads to a key head",
+        "hard resets",
+        "strong and no decay side by side",
+        "from no decay to strong",
+        "large heads",
+        "three tiles of key and of value channels",
+        "packed, far and near side by side",
+    ],
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_conventional_form(operator: str, title: str) -> None:
@@ -220,6 +230,28 @@ def test_shared_keys_keep_fp32() -> None:
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(own[2:], shared[2:], strict=True))
 
 
+def conventional(device: str) -> dict[str, torch.Tensor | float | None]:
+    shapes = {"dU": (2, 64, 64), "minus_X": (2, 64, 64), "written": (2, 64, 64), "T": (2, 64, 64)}
+    own = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    return operands(device) | own
+
+
+def test_gram() -> None:
+    """dG's pairs from the scores are those from the gradients of q and k, in two parts; nothing else differs."""
+    x = filled(conventional("npu"))
+    x["masks"] = _masks(torch.device("npu"))
+    folded, gram = (torch.ops.rewy_ascend.chunk_gradient(**x, gram=gram) for gram in (False, True))
+    assert gram[5].shape == (2, 2, 64, 1)
+    first, second = gram[5].cpu().unbind(1)
+    assert not first[:, 32:].any() and second[:, :32].any()
+    dG = folded[5].cpu()
+    torch.testing.assert_close(first + second, dG, rtol=0, atol=5e-3 * float(dG.abs().max()))
+    others = [i for i in range(7) if i != 5]
+    assert all(torch.equal(folded[i].cpu(), gram[i].cpu()) for i in others)
+    meta = torch.ops.rewy_ascend.chunk_gradient(**conventional("meta"), gram=True)
+    assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in gram]
+
+
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
     gates = {name: torch.zeros(2, 64, 64, device=device) for name in ("b", "w", "G")}
     return operands(device) | gates | {"far": torch.zeros(2, dtype=torch.int32, device=device)}
@@ -239,18 +271,21 @@ def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | No
         ({"k": torch.zeros(2, 64, 64)}, TypeError, "k must be BFloat16, got Float"),
         ({"b": torch.zeros(2, 63, 1)}, ValueError, r"b must be \[2, 64, 1\], got \[2, 63, 1\]"),
         ({"w": torch.zeros(2, 64, 64)}, ValueError, "gates per channel come with decay per channel"),
+        ({"gram": True}, ValueError, "gram is for the conventional form with one decay a token"),
         (
             {"S": torch.zeros(4, 64, 64, dtype=torch.bfloat16)},
             ValueError,
             r"S must be \[2, 64, 64\], got \[4",
         ),
     ],
-    ids=["dtype", "shape", "gates", "count"],
+    ids=["dtype", "shape", "gates", "gram", "count"],
 )
-def test_operator_refuses(change: dict[str, torch.Tensor], error: type[Exception], message: str) -> None:
+def test_operator_refuses(
+    change: dict[str, torch.Tensor | bool], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         torch.ops.rewy_ascend.chunk_gradient(
-            **operands("npu") | {name: t.npu() for name, t in change.items()}
+            **operands("npu") | {name: t if t is True else t.npu() for name, t in change.items()}
         )
 
 

@@ -38,7 +38,7 @@ def backward(
     dht: Tensor | None,
     arithmetic: Arithmetic,
 ) -> Gradients:
-    """`rewy.algebra.rewy.backward`, or that of `rewy.algebra.conventional`, with the pairs of ReWY."""
+    """`rewy.algebra.rewy.backward`, or that of `rewy.algebra.conventional`."""
     c = Chunks.of(problem, x, arithmetic)
     A = attention(c, c.pairs())
     T, *states = (t[: len(c.k)] for t in kept)
@@ -87,7 +87,8 @@ def gradients(
 
     Or, from dU, −X, w ⊙ v and T, with those of the conventional form.
     """
-    by_channel = c.problem.operator.decay is Gate.CHANNEL
+    decay = c.problem.operator.decay
+    by_channel, gram = decay is Gate.CHANNEL, len(conventional) > 0 and decay is Gate.SCALAR
     operands = (_flat(c, t) for t in (c.q, c.k, c.v))
     b, G = (_flat(c, t, torch.float32) for t in (c.b, c.G))
     w = None if x.write is None else _flat(c, c.w, torch.float32)
@@ -104,8 +105,10 @@ def gradients(
         c.problem.scale,
         c.problem.group > 1,
         *(_flat(c, t) for t in conventional),
+        gram=gram,
     )
     dq, dk, dv, db, dG, remaining = _stacked(c, *results[:4], *results[5:])
+    dG = dG.sum(2) if gram else dG
     dw = None if w is None else _stacked(c, results[4])[0]
 
     dg = None

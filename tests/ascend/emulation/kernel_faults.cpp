@@ -33,7 +33,7 @@ uint8_t *numbers(std::vector<int32_t> x)
 }
 
 template <bool DECAY, bool GATES>
-void chunk_gradient(bool conventional = false, bool shared = false)
+void chunk_gradient(bool conventional = false, bool gram = false, bool shared = false)
 {
     uint8_t *q = some<T>(N * C * K), *k = some<T>(N * C * K), *v = some<T>(N * C * V), *d_o = some<T>(N * C * V);
     uint8_t *U = some<T>(N * C * V), *dR = some<T>(N * C * V), *S = some<T>(N * K * V), *dS = some<T>(N * K * V);
@@ -45,7 +45,7 @@ void chunk_gradient(bool conventional = false, bool shared = false)
     uint8_t *written = some<T>(N * C * V), *T_ = some<T>(N * C * C);
     emulation::launch(CORES, [=] {
         rewy::ChunkGradient<T, DECAY, GATES>(REWY_CHUNK_GRADIENT_NAMES,
-                                             rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, conventional, shared));
+                                             rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, conventional, gram, shared));
     });
 }
 
@@ -66,8 +66,11 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"chunk_gradient", [] { chunk_gradient<false, false>(); }},
     {"chunk_gradient_channel_decay", [] { chunk_gradient<true, false>(); }},
     {"chunk_gradient_channel_gates", [] { chunk_gradient<true, true>(); }},
-    {"chunk_gradient_shared", [] { chunk_gradient<false, false>(false, true); }},
-    {"chunk_gradient_conventional", [] { chunk_gradient<false, false>(true); }},
+    {"chunk_gradient_shared", [] { chunk_gradient<false, false>(false, false, true); }},
+    {"chunk_gradient_conventional", [] { chunk_gradient<false, false>(true, true); }},
+    {"chunk_gradient_conventional_no_decay", [] { chunk_gradient<false, false>(true); }},
+    {"chunk_gradient_conventional_channel_decay", [] { chunk_gradient<true, false>(true); }},
+    {"chunk_gradient_conventional_channel_gates", [] { chunk_gradient<true, true>(true); }},
     {"state_forward", [] { state_pass(false); }},
     {"state_reverse", [] { state_pass(true); }},
     {"state_reverse_conventional", [] { state_pass(true, true); }},

@@ -29,15 +29,16 @@ struct ChunkGradientTiling {
     int32_t blocks;  // AI cores that share them; block i takes i, i + blocks, ...
     float scale;
     bool conventional;
+    bool gram;       // conventional: dG's pairs from q kᵀ and b k kᵀ, in a part for each vector core
     bool shared;     // value heads share q and k: dq and dk stay in fp32, for the caller sums them
 };
 
 // No more blocks than work: an idle block would still cost its start.
 inline ChunkGradientTiling chunk_gradient_tiling(int64_t N, int64_t K, int64_t V, int64_t cores, double scale,
-                                                  bool conventional, bool shared = false)
+                                                  bool conventional, bool gram = false, bool shared = false)
 {
     return {static_cast<int32_t>(N), static_cast<int32_t>(K), static_cast<int32_t>(V),
-            static_cast<int32_t>(N < cores ? N : cores), static_cast<float>(scale), conventional, shared};
+            static_cast<int32_t>(N < cores ? N : cores), static_cast<float>(scale), conventional, gram, shared};
 }
 
 struct StatePassTiling {

@@ -51,13 +51,14 @@ void enqueue(const char *name, F launch)
     at_npu::native::OpCommand::RunOpApiV2(name, [=]() -> int { return launch(stream) ? 0 : -1; });
 }
 
-// dq, dk, dv, db, dw (empty without a w), dG, remaining.
+// dq, dk, dv, db, dw (empty without a w), dG (under `gram` in two parts [N,2,C,1]), remaining.
 Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G,
-                          bool shared)
+                          bool shared, bool gram)
 {
     const at::TensorOptions fp32 = q.options().dtype(at::kFloat), keys = shared ? fp32 : q.options();
     return {at::empty(q.sizes(), keys), at::empty(q.sizes(), keys), at::empty_like(v), at::empty_like(b),
-            w.defined() ? at::empty_like(w) : at::empty({0}, fp32), at::empty_like(G), at::empty_like(G)};
+            w.defined() ? at::empty_like(w) : at::empty({0}, fp32),
+            gram ? at::empty({G.size(0), 2, CHUNK, 1}, fp32) : at::empty_like(G), at::empty_like(G)};
 }
 
 int64_t cube_cores(int device)
@@ -71,7 +72,7 @@ int64_t cube_cores(int device)
 Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &b, Optional write,
                          const Tensor &G, const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S,
                          const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, bool shared,
-                         Optional unsolved, Optional keys, Optional values, Optional inverse)
+                         Optional unsolved, Optional keys, Optional values, Optional inverse, bool gram)
 {
     TORCH_CHECK_VALUE(q.dim() == 3 && v.dim() == 3, "q and v must be [N,", CHUNK, ",K] and [N,", CHUNK, ",V], got ",
                       q.sizes(), " and ", v.sizes());
@@ -100,6 +101,8 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
     TORCH_CHECK_VALUE(minus_X.defined() == conventional && written.defined() == conventional &&
                           T.defined() == conventional,
                       "dU, minus_X, written and T come together");
+    TORCH_CHECK_VALUE(!gram || (conventional && !channels.decay),
+                      "gram is for the conventional form with one decay a token");
     if (conventional) {
         check(dU, "dU", scalar, {N, CHUNK, V});
         check(minus_X, "minus_X", scalar, {N, CHUNK, K});
@@ -107,10 +110,11 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
         check(T, "T", scalar, {N, CHUNK, CHUNK});
     }
 
-    const Gradients gradients = empty_gradients(q, v, b, w, G, shared);
+    const Gradients gradients = empty_gradients(q, v, b, w, G, shared, gram);
     if (N == 0) return gradients;
     const rewy::ChunkGradientTiling tiling =
-        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional, shared);
+        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional, gram,
+                                     shared);
     enqueue("RewyChunkGradient", [=](void *stream) {
         const auto &[dq, dk, dv, db, dw, dG, remaining] = gradients;
         return rewy::launch_chunk_gradient(type, channels, stream, address(q), address(k), address(v), address(b),
@@ -125,9 +129,9 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
 Gradients chunk_gradient_meta(const Tensor &q, const Tensor &, const Tensor &v, const Tensor &b, Optional w,
                               const Tensor &G, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
                               const Tensor &, Optional, const Tensor &, double, bool shared, Optional, Optional,
-                              Optional, Optional)
+                              Optional, Optional, bool gram)
 {
-    return empty_gradients(q, v, b, or_none(w), G, shared);
+    return empty_gradients(q, v, b, or_none(w), G, shared, gram);
 }
 
 // The states that the chunks find, U or dR, the last states, dU (empty but in the conventional form).
@@ -213,7 +217,7 @@ TORCH_LIBRARY(rewy_ascend, library)
     library.def(
         "chunk_gradient(Tensor q, Tensor k, Tensor v, Tensor b, Tensor? w, Tensor G, Tensor do, Tensor U, Tensor dR, "
         "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, bool shared, Tensor? dU=None, "
-        "Tensor? minus_X=None, Tensor? written=None, Tensor? T=None) -> "
+        "Tensor? minus_X=None, Tensor? written=None, Tensor? T=None, bool gram=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dw, Tensor dG, Tensor remaining)");
     library.def(
         "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts) -> "
