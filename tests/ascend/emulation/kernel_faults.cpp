@@ -1,6 +1,6 @@
 // Runs a kernel over the emulation on random operands, with one flag dropped if its name is given:
 // kernel_faults chunk_gradient|state_forward|... [MTE2_V(0) | CROSS_CORE(3) | ...].
-// Prints what the emulation reports.
+// Prints what the emulation reports, or else how many products ran beside loads.
 #include "chunk_gradient.h"
 #include "state_pass.h"
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int N = 6, C = rewy::C, K = 128, V = 64, STEPS = 2, P = N / STEPS, CORES = 2;
+constexpr int C = rewy::C, CORES = 2;
 using T = bfloat16_t;
 
 // Random operands, and results: they live until the process ends.
@@ -33,12 +33,13 @@ uint8_t *numbers(std::vector<int32_t> x)
 }
 
 template <bool DECAY, bool GATES>
-void chunk_gradient(bool conventional = false, bool gram = false, bool shared = false)
+void chunk_gradient(bool conventional = false, bool gram = false, bool shared = false, int K = 128, int V = 64)
 {
+    constexpr int N = 8;
     uint8_t *q = some<T>(N * C * K), *k = some<T>(N * C * K), *v = some<T>(N * C * V), *d_o = some<T>(N * C * V);
     uint8_t *U = some<T>(N * C * V), *dR = some<T>(N * C * V), *S = some<T>(N * K * V), *dS = some<T>(N * K * V);
     uint8_t *b = some<float>(N * C * K), *w = some<float>(N * C * V), *G = some<float>(N * C * K);
-    uint8_t *far_ = numbers({0, 1, 0, 0, 0, 1}), *masks_ = some<float>(8 * C * C);
+    uint8_t *far_ = numbers({0, 1, 0, 0, 0, 1, 1, 0}), *masks_ = some<float>(8 * C * C);
     uint8_t *dq = some<float>(N * C * K), *dk = some<float>(N * C * K), *dv = some<T>(N * C * V);
     uint8_t *db = some<float>(N * C * K), *dw = some<float>(N * C * V), *dG = some<float>(N * C * K);
     uint8_t *remaining = some<float>(N * C * K), *dU = some<T>(N * C * V), *minus_X = some<T>(N * C * K);
@@ -51,10 +52,11 @@ void chunk_gradient(bool conventional = false, bool gram = false, bool shared = 
 
 void state_pass(bool reverse, bool conventional = false)
 {
+    constexpr int K = 128, V = 64, STEPS = 4, P = 4, N = STEPS * P;
     uint8_t *X = some<T>(N * C * K), *K_ = some<T>(N * C * K), *T_ = some<T>(N * C * C), *A = some<T>(N * C * C);
     uint8_t *Q = some<T>(N * C * K), *d_o = some<T>(N * C * V), *written = some<float>(N * C * V);
     uint8_t *carry = some<float>(N * K), *first = some<float>(P * K * V), *states = some<float>(N * K * V);
-    uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers({0, P, N});
+    uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers({0, P, 2 * P, 3 * P, N});
     uint8_t *unsolved = some<float>(N * C * V);
     emulation::launch(CORES, [=] {
         rewy::StatePass<T, 64>(REWY_STATE_PASS_NAMES,
@@ -67,6 +69,7 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"chunk_gradient_channel_decay", [] { chunk_gradient<true, false>(); }},
     {"chunk_gradient_channel_gates", [] { chunk_gradient<true, true>(); }},
     {"chunk_gradient_shared", [] { chunk_gradient<false, false>(false, false, true); }},
+    {"chunk_gradient_large", [] { chunk_gradient<false, false>(false, false, false, 256, 256); }},
     {"chunk_gradient_conventional", [] { chunk_gradient<false, false>(true, true); }},
     {"chunk_gradient_conventional_no_decay", [] { chunk_gradient<false, false>(true); }},
     {"chunk_gradient_conventional_channel_decay", [] { chunk_gradient<true, false>(true); }},
@@ -92,5 +95,5 @@ int main(int argc, char **argv)
         std::puts(failure.what());
         return 0;
     }
-    std::puts("no failure");
+    std::printf("no failure\n%u of %u\n", emulation::products_beside_loads, emulation::products);
 }

@@ -251,6 +251,9 @@ public:
         return &block().bytes[int(memory)][offset];
     }
 
+    // How many instructions of another pipe of this core, issued before, may still run beside this one.
+    uint32_t beside(pipe_t pipe) const { return core().count[pipe] - (*view_)[lane_of(core(), pipe)]; }
+
     const Place &place() const { return place_; }
     const char *name() const { return name_; }
 
@@ -300,6 +303,9 @@ inline bool drops(const char *from, const char *to, int id)
 {
     return !dropped.empty() && dropped == std::string(from) + "_" + to + "(" + std::to_string(id) + ")";
 }
+
+// Products so far, and those that ran beside loads of what others multiply.
+inline uint32_t products = 0, products_beside_loads = 0;
 
 // Runs `kernel` as one block after another, each with its three cores; throws the first failure.
 inline void launch(int64_t blocks, const std::function<void()> &kernel)
@@ -799,6 +805,8 @@ void Mmad(const LocalTensor<float> &dst, const LocalTensor<T> &a, const LocalTen
           Place place = Place::current())
 {
     Instruction i("Mmad", PIPE_M, place);
+    ++emulation::products;
+    emulation::products_beside_loads += i.beside(PIPE_MTE2) > 0;
     require(dst.memory(0) == Memory::L0C && a.memory(0) == Memory::L0A && b.memory(0) == Memory::L0B, place,
             "Mmad multiplies L0A by L0B into L0C");
     require(p.m >= 1 && p.m <= 4095 && p.n >= 1 && p.n <= 4095 && p.k >= 1 && p.k <= 4095, place,

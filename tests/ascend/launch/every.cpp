@@ -14,7 +14,7 @@ template <size_t... I>
 bool chunk_gradient(Type type, Channels channels, std::index_sequence<I...>)
 {
     return launch_chunk_gradient(type, channels, nullptr, reinterpret_cast<uint8_t *>(I + 1)...,
-                                 chunk_gradient_tiling(5, 64, 64, 3, 1.0, false, false, false));
+                                 chunk_gradient_tiling(5, 64, 64, 3, 1.0, false));
 }
 
 template <size_t... I>

@@ -27,7 +27,8 @@
 // One cube core works with its two vector cores, which take 32 rows of the chunk each. OUTER_READY and OUTER_FREE
 // are a pair, primed before the loop and drained after it. The other two flags need no FREE of their own: each
 // implies through the pipes behind it that what it overwrites has been used. The tests drop every flag and see it
-// missed.
+// missed. What the cube core loads of a chunk has two places in L1 where they fit: that of the block's next chunk
+// arrives while this one's is multiplied.
 #pragma once
 
 #include "core.h"
@@ -90,7 +91,7 @@ struct Places {
     static constexpr Operand L1_K{2 * L1_TILE, C, D};
     static constexpr Operand L1_Q{3 * L1_TILE, C, D};
     static constexpr Operand L1_BK{4 * L1_TILE, C, D};
-    static constexpr uint32_t L1_LOADED = 5 * L1_TILE;  // what the cube core loads from here
+    static constexpr uint32_t L1_OWN = 5 * L1_TILE;  // the cube core's own from here
 };
 
 // The passes that the pairs of a chunk take.
@@ -108,18 +109,23 @@ template <class T, bool CHANNEL_DECAY>
 class ChunkGradientCube : Cube<T> {
 public:
     __aicore__ inline explicit ChunkGradientCube(const ChunkGradientOperands<T> &x)
-        : x(x), K(x.tiling.K), V(x.tiling.V), L1_DO{P::L1_LOADED, C, V}, L1_U{L1_DO.address + C * V * 2, C, V},
-          L1_DR{L1_U.address + C * V * 2, C, V}, L1_S(L1_DR.address + C * V * 2), L1_DS(L1_S + K * V * 2),
-          L1_WRITTEN{L1_DS + K * V * 2, C, V}, L1_X(L1_WRITTEN.address + C * V * 2), L1_DW(L1_X + C * K * 2),
-          L1_T{L1_DW + C * K * 2, C, C}, L1_DT{L1_T.address + C * C * 2, C, C},
-          L1_TDT{L1_DT.address + C * C * 2, C, C}
+        : x(x), K(x.tiling.K), V(x.tiling.V), L1_DT{P::L1_OWN, C, C}, L1_TDT{L1_DT.address + C * C * 2, C, C},
+          L1_DW(L1_TDT.address + C * C * 2), loaded(x.tiling.conventional ? L1_DW + C * K * 2 : P::L1_OWN),
+          loaded_size((3 * C * V + 2 * K * V + (x.tiling.conventional ? C * (V + K + C) : 0)) * 2),
+          ahead(loaded + 2 * loaded_size <= L1_SIZE)
     {
     }
 
     __aicore__ inline void Run()
     {
         this->Prime();
-        for (int32_t i_n = GetBlockIdx(); i_n < x.tiling.N; i_n += GetBlockNum()) Chunk(i_n);
+        if (ahead) Fetch(GetBlockIdx(), 0);
+        for (int32_t i_n = GetBlockIdx(), slot = 0; i_n < x.tiling.N; i_n += GetBlockNum()) {
+            const int32_t next = ahead ? i_n + GetBlockNum() : i_n, its_slot = ahead ? 1 - slot : slot;
+            if (next < x.tiling.N) Fetch(next, its_slot);
+            Chunk(i_n, slot);
+            slot = its_slot;
+        }
         CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
         this->Drain();
     }
@@ -127,77 +133,99 @@ public:
 private:
     using P = Places;
 
-    __aicore__ inline void Chunk(int32_t i_n)
+    // What is loaded of a chunk, in L1; states and X in tiles of keys.
+    struct Loaded {
+        Operand d_o, U, dR;   // dU in the conventional form, which alone has the last three
+        uint32_t S, dS;
+        Operand written, T_;
+        uint32_t X;
+    };
+
+    __aicore__ inline Loaded In(int slot) const
     {
-        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
+        const uint32_t begin = loaded + slot * loaded_size, value = C * V * 2, state = K * V * 2;
+        const uint32_t S = begin + 3 * value, written = S + 2 * state, inverse = written + value;
+        return {{begin, C, V},   {begin + value, C, V}, {begin + 2 * value, C, V}, S, S + state,
+                {written, C, V}, {inverse, C, C},       inverse + C * C * 2};
+    }
+
+    // In three parts, each with an event of its own: a product waits for no more than it needs.
+    __aicore__ inline void Fetch(int32_t i_n, int slot)
+    {
         const uint64_t o_v = uint64_t(i_n) * C * V, o_s = uint64_t(i_n) * K * V;
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(L1_DO, x.d_o[o_v]);
-        this->Load(L1_U, x.U[o_v]);
-        SetFlag<HardEvent::MTE2_MTE1>(0);
+        const Loaded l1 = In(slot);
+        WaitFlag<HardEvent::MTE1_MTE2>(slot);
+        this->Load(l1.d_o, x.d_o[o_v]);
+        this->Load(l1.U, x.U[o_v]);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot);
         if (x.tiling.conventional) {
-            this->Load(L1_DR, x.dU[o_v]);
-            this->Load(L1_WRITTEN, x.written[o_v]);
-            this->Load(L1_T, x.T_[uint64_t(i_n) * C * C]);
+            this->Load(l1.dR, x.dU[o_v]);
+            this->Load(l1.written, x.written[o_v]);
+            this->Load(l1.T_, x.T_[uint64_t(i_n) * C * C]);
             for (int i_k = 0; i_k < K; i_k += D) {
-                this->Load(TokenTile(L1_X, i_k), x.minus_X[uint64_t(i_n) * C * K + i_k], K);
+                this->Load(TokenTile(l1.X, i_k), x.minus_X[uint64_t(i_n) * C * K + i_k], K);
             }
         } else {
-            this->Load(L1_DR, x.dR[o_v]);
+            this->Load(l1.dR, x.dR[o_v]);
         }
-        SetFlag<HardEvent::MTE2_MTE1>(1);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot + 1);
         for (int i_k = 0; i_k < K; i_k += D) {
-            this->Load(KeyTile(L1_S, i_k), x.S[o_s + i_k * V]);
-            this->Load(KeyTile(L1_DS, i_k), x.dS[o_s + i_k * V]);
+            this->Load(KeyTile(l1.S, i_k), x.S[o_s + i_k * V]);
+            this->Load(KeyTile(l1.dS, i_k), x.dS[o_s + i_k * V]);
         }
-        SetFlag<HardEvent::MTE2_MTE1>(2);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot + 2);
+    }
 
+    __aicore__ inline void Chunk(int32_t i_n, int slot)
+    {
+        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
+        const Loaded l1 = In(slot);
         for (int i_k = 0; i_k < K; i_k += D) {
             CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
-            if (i_k == 0) Scores();
-            this->Multiply(L1_DO, KeyTile(L1_S, i_k).T());
+            if (i_k == 0) Scores(l1, slot);
+            this->Multiply(l1.d_o, KeyTile(l1.S, i_k).T());
             this->ToVector(P::DO_S);
             if (x.tiling.conventional) {
-                this->Multiply(L1_T.T(), TokenTile(L1_DW, i_k));
+                this->Multiply(l1.T_.T(), TokenTile(L1_DW, i_k));
             } else {
-                this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+                this->Multiply(l1.dR, KeyTile(l1.S, i_k).T());
             }
             this->ToVector(P::DR_S);
-            this->Multiply(L1_U, KeyTile(L1_DS, i_k).T());
-            if (i_k + D == K) SetFlag<HardEvent::MTE1_MTE2>(0);
+            this->Multiply(l1.U, KeyTile(l1.dS, i_k).T());
+            if (i_k + D == K) SetFlag<HardEvent::MTE1_MTE2>(slot);
             this->ToVector(P::U_DS);
             CrossCoreSetFlag<2, PIPE_FIX>(OUTER_READY);
             for (int pass = 0; pass < passes; ++pass) Contract(i_k);
         }
     }
 
-    __aicore__ inline void Scores()
+    __aicore__ inline void Scores(const Loaded &l1, int slot)
     {
-        WaitFlag<HardEvent::MTE2_MTE1>(0);
-        this->Multiply(L1_DO, L1_U.T());
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot);
+        this->Multiply(l1.d_o, l1.U.T());
         this->ToVector(P::DO_U);
-        WaitFlag<HardEvent::MTE2_MTE1>(1);
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot + 1);
         if (!x.tiling.conventional) {
-            this->Multiply(L1_DR, L1_U.T());
+            this->Multiply(l1.dR, l1.U.T());
             this->ToVector(P::DR_U);
         }
-        WaitFlag<HardEvent::MTE2_MTE1>(2);
-        if (x.tiling.conventional) ThroughInverse();
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot + 2);
+        if (x.tiling.conventional) ThroughInverse(l1);
     }
 
     // −dW and Tᵀ dT Tᵀ, dU being where dR would be.
-    __aicore__ inline void ThroughInverse()
+    __aicore__ inline void ThroughInverse(const Loaded &l1)
     {
         for (int i_k = 0; i_k < K; i_k += D) {
-            this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+            this->Multiply(l1.dR, KeyTile(l1.S, i_k).T());
             this->ToOperand(TokenTile(L1_DW, i_k));
         }
-        this->Multiply(L1_DR, L1_WRITTEN.T());
-        for (int i_k = 0; i_k < K; i_k += D) this->MultiplyAdd(TokenTile(L1_DW, i_k), TokenTile(L1_X, i_k).T());
+        this->Multiply(l1.dR, l1.written.T());
+        for (int i_k = 0; i_k < K; i_k += D) this->MultiplyAdd(TokenTile(L1_DW, i_k), TokenTile(l1.X, i_k).T());
         this->ToOperand(L1_DT);
-        this->Multiply(L1_T.T(), L1_DT);
+        this->Multiply(l1.T_.T(), L1_DT);
         this->ToOperand(L1_TDT);
-        this->Multiply(L1_TDT, L1_T.T());
+        this->Multiply(L1_TDT, l1.T_.T());
         this->ToVector(P::DR_U);
     }
 
@@ -224,12 +252,12 @@ private:
 
     const ChunkGradientOperands<T> &x;
     const int K, V;
-    const Operand L1_DO, L1_U, L1_DR;
-    const uint32_t L1_S, L1_DS;
     // The conventional form only.
-    const Operand L1_WRITTEN;
-    const uint32_t L1_X, L1_DW;
-    const Operand L1_T, L1_DT, L1_TDT;
+    const Operand L1_DT, L1_TDT;
+    const uint32_t L1_DW;
+    // A chunk's place in L1, or two.
+    const uint32_t loaded, loaded_size;
+    const bool ahead;
 };
 
 template <class T, bool CHANNEL_DECAY, bool CHANNEL_GATES>

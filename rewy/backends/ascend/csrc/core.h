@@ -16,6 +16,7 @@ constexpr int REPEAT = 64;    // floats of a vector repeat (256 bytes)
 constexpr int BLOCK = 8;      // floats of a data block (32 bytes)
 constexpr int FRACTAL = 16;   // rows and 16-bit columns of a cube fractal
 constexpr uint32_t UB_SIZE = 248 * 1024;
+constexpr uint32_t L1_SIZE = 512 * 1024;
 
 constexpr FixpipeConfig ROWS_TO_UB{CO2Layout::ROW_MAJOR, true};
 
@@ -51,14 +52,14 @@ public:
         for (int s = 0; s < 2; ++s) {
             SetFlag<HardEvent::M_MTE1>(s);
             SetFlag<HardEvent::FIX_M>(s);
+            SetFlag<HardEvent::MTE1_MTE2>(s);
         }
-        SetFlag<HardEvent::MTE1_MTE2>(0);
     }
 
     __aicore__ inline void Drain()
     {
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
         for (int s = 0; s < 2; ++s) {
+            WaitFlag<HardEvent::MTE1_MTE2>(s);
             WaitFlag<HardEvent::FIX_M>(s);
             WaitFlag<HardEvent::M_MTE1>(s);
         }
