@@ -42,6 +42,15 @@ REVERSE = (
     + flags("MTE3_MTE2")
     + ["CROSS_CORE(0)", "CROSS_CORE(3)"]
 )
+FORWARD = (
+    MULTIPLY
+    + VECTOR
+    + STATE
+    + ["V_MTE3(1)"]
+    + flags("FIX_MTE1")
+    + flags("MTE3_MTE2")
+    + flags("CROSS_CORE", 4)
+)
 # What each kernel cannot do without.
 NEEDED = {
     "chunk_gradient": GRADIENT + ROW_GATES,
@@ -53,13 +62,8 @@ NEEDED = {
     "chunk_gradient_conventional_no_decay": CONVENTIONAL + ROW_GATES,
     "chunk_gradient_conventional_channel_decay": CONVENTIONAL + ROW_GATES + PASSES,
     "chunk_gradient_conventional_channel_gates": CONVENTIONAL + PASSES,
-    "state_forward": MULTIPLY
-    + VECTOR
-    + STATE
-    + ["V_MTE3(1)"]
-    + flags("FIX_MTE1")
-    + flags("MTE3_MTE2")
-    + flags("CROSS_CORE", 4),
+    "state_forward": FORWARD,
+    "state_forward_v_first": [*FORWARD, "S_V(0)"],
     "state_reverse": REVERSE,
     "state_reverse_conventional": REVERSE,
 }

@@ -133,18 +133,34 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
     assert waits(operator, tmp_path, REWY_ASCEND_OPS=str(LIBRARY)) == []
 
 
+@pytest.mark.parametrize("lengths", [None, (3, 0, 67)], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_state_layouts(operator: str) -> None:
-    """States as [V,K] are states as [K,V] transposed, bit for bit."""
-    x, _, _ = make(Case(operator, B=1, T=70, K=64, V=128, dtype=torch.bfloat16))
-    named = arguments(leaves(x, "npu"))
-    options = {"output_final_state": True, "backend": "ascend"}
-    o, state = rewy.delta_attention(**named, **options)
-    assert named["initial_state"] is not None
-    named["initial_state"] = named["initial_state"].mT
-    o_v, state_v = rewy.delta_attention(**named, **options, state_v_first=True)
-    assert torch.equal(o.cpu(), o_v.cpu())
-    assert torch.equal(state.cpu(), state_v.mT.cpu())
+def test_state_layouts(operator: str, lengths: tuple[int, ...] | None) -> None:
+    """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
+    x, do, dht = make(Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16))
+    assert dht is not None
+
+    def results(v_first: bool) -> list[torch.Tensor]:
+        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
+        if v_first:
+            named["initial_state"] = named["initial_state"].detach().mT.contiguous().requires_grad_()
+        o, state = rewy.delta_attention(
+            **named, output_final_state=True, backend="ascend", state_v_first=v_first
+        )
+        wanted = [t for t in named.values() if t.requires_grad]
+        given = dht.mT.contiguous() if v_first else dht
+        *gradients, dh0 = torch.autograd.grad(
+            [o, state], [*wanted, named["initial_state"]], [do.npu(), given.npu()], materialize_grads=True
+        )
+        assert state.is_contiguous() and dh0.is_contiguous()
+        gradients = [
+            t for t, leaf in zip(gradients, wanted, strict=True) if leaf is not named["initial_state"]
+        ]
+        state, dh0 = (t.mT if v_first else t for t in (state, dh0))
+        return [t.detach().cpu() for t in (o, state, dh0, *gradients)]
+
+    for keys_first, values_first in zip(results(False), results(True), strict=True):
+        assert torch.equal(keys_first, values_first)
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -203,9 +219,12 @@ def test_meta_of_the_state_passes() -> None:
         (forward, lambda d: states(d, "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device=d)}),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do")),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"conventional": True}),
+        (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"v_first": True}),
     ):
         real, meta = op(**operands("npu")), op(**operands("meta"))
-        assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
+        assert [(t.shape, t.dtype, t.stride()) for t in meta] == [
+            (t.shape, t.dtype, t.stride()) for t in real
+        ]
     with pytest.raises(ValueError, match=r"carry must be \[4, 64\], got \[3, 64\]"):
         reverse(**states("npu", "minus_X", "K", "T", "A", "Q", "do") | {"carry": torch.zeros(3, 64).npu()})
 
@@ -250,6 +269,20 @@ def test_gram() -> None:
     assert all(torch.equal(folded[i].cpu(), gram[i].cpu()) for i in others)
     meta = torch.ops.rewy_ascend.chunk_gradient(**conventional("meta"), gram=True)
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in gram]
+
+
+def test_states_in_either_layout() -> None:
+    """The first state is read, the last one written as [P,K,V] or as [P,V,K]."""
+    x = filled(states("npu", "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device="npu")})
+    x |= {"starts": torch.tensor([0, 2, 4], dtype=torch.int32, device="npu")}
+    expected = torch.ops.rewy_ascend.state_forward(**x)
+    transposed = x | {"first": x["first"].mT.contiguous().mT}
+    for operands, v_first in ((x, True), (transposed, False), (transposed, True)):
+        found = torch.ops.rewy_ascend.state_forward(**operands, v_first=v_first)
+        assert found[2].is_contiguous() != v_first and found[2].mT.is_contiguous() == v_first
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="first, as it is or transposed, must be contiguous"):
+        torch.ops.rewy_ascend.state_forward(**x | {"first": torch.zeros(4, 64, 128, device="npu")[::2]})
 
 
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:

@@ -50,7 +50,7 @@ void chunk_gradient(bool conventional = false, bool gram = false, bool shared = 
     });
 }
 
-void state_pass(bool reverse, bool conventional = false)
+void state_pass(bool reverse, bool conventional = false, bool v_first = false)
 {
     constexpr int K = 128, V = 64, STEPS = 4, P = 4, N = STEPS * P;
     uint8_t *X = some<T>(N * C * K), *K_ = some<T>(N * C * K), *T_ = some<T>(N * C * C), *A = some<T>(N * C * C);
@@ -60,7 +60,8 @@ void state_pass(bool reverse, bool conventional = false)
     uint8_t *unsolved = some<float>(N * C * V);
     emulation::launch(CORES, [=] {
         rewy::StatePass<T, 64>(REWY_STATE_PASS_NAMES,
-                               rewy::state_pass_tiling(N, P, STEPS, K, V, CORES, reverse, conventional));
+                               rewy::state_pass_tiling(N, P, STEPS, K, V, CORES, reverse, conventional, v_first,
+                                                       v_first));
     });
 }
 
@@ -75,6 +76,7 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"chunk_gradient_conventional_channel_decay", [] { chunk_gradient<true, false>(true); }},
     {"chunk_gradient_conventional_channel_gates", [] { chunk_gradient<true, true>(true); }},
     {"state_forward", [] { state_pass(false); }},
+    {"state_forward_v_first", [] { state_pass(false, false, true); }},
     {"state_reverse", [] { state_pass(true); }},
     {"state_reverse_conventional", [] { state_pass(true, true); }},
 };

@@ -1033,6 +1033,28 @@ void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint8_t repeats,
             std::fill_n(dst.write(i, (r * p.dstRepStride + k * p.dstBlkStride) * lanes, lanes), lanes, from[r * 8 + k]);
 }
 
+// doc: Memory矢量计算/离散与聚合/Gather (offsets and base in bytes)
+template <class T>
+void Gather(const LocalTensor<T> &dst, const LocalTensor<T> &src, const LocalTensor<uint32_t> &offsets, uint32_t base,
+            uint32_t count, Place place = Place::current())
+{
+    Instruction i("Gather", PIPE_V, place);
+    vector_operand(i, dst);
+    vector_operand(i, src);
+    vector_operand(i, offsets);
+    require(count >= 1, place, "Gather: a count of 0 is not sure to do nothing");
+    require(base % sizeof(T) == 0, place, "Gather: base ", base, " is no multiple of the element's size");
+    require(dst.address() + count * sizeof(T) <= src.address() ||
+                src.address() + src.GetSize() * sizeof(T) <= dst.address(),
+            place, "Gather: source and result overlap");
+    const uint32_t *from = offsets.read(i, 0, count);
+    T *to = dst.write(i, 0, count);
+    for (uint32_t k = 0; k < count; ++k) {
+        require(from[k] % sizeof(T) == 0, place, "Gather: offset ", from[k], " is no multiple of the element's size");
+        to[k] = *src.read(i, (size_t{base} + from[k]) / sizeof(T), 1);
+    }
+}
+
 // doc: Memory矢量计算/类型转换/Cast
 enum class RoundMode { CAST_NONE, CAST_RINT };
 

@@ -33,11 +33,11 @@ struct StatePassOperands {
     GlobalTensor<T> X, K, T_, A, Q, d_o;  // [N,C,..]; forward: X, K̃, T; reverse: −X, K̃, T, A, Q̃, do
     GlobalTensor<float> written;          // forward: w ⊙ v [N,C,V]
     GlobalTensor<float> carry;            // [N,K]
-    GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with
+    GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with, or [P,V,K]
     GlobalTensor<int32_t> starts;         // [steps+1]
     GlobalTensor<float> states;           // [N,K,V] the state that each chunk finds
     GlobalTensor<float> solved;           // [N,C,V] U, or dR
-    GlobalTensor<float> final;            // [P,K,V]
+    GlobalTensor<float> final;            // [P,K,V], or [P,V,K]
     GlobalTensor<float> unsolved;         // [N,C,V] dU, the conventional form only
     StatePassTiling tiling;
 
@@ -69,7 +69,9 @@ struct StatePlaces {
     static constexpr uint32_t STATE16 = STATE + MOST_KEYS / 2 * V * 4;          // [K/2,V] T
     static constexpr uint32_t CARRY = STATE16 + MOST_KEYS / 2 * V * 2;          // [K/2], twice
     static constexpr uint32_t CARRY_BLOCKS = CARRY + 2 * MOST_KEYS / 2 * 4;     // [K/2] broadcast
-    static constexpr uint32_t END = CARRY_BLOCKS + MOST_KEYS / 2 * BLOCK * 4;
+    static constexpr uint32_t VALUES = CARRY_BLOCKS + MOST_KEYS / 2 * BLOCK * 4;  // [V] where rows of [V,K/2] begin
+    static constexpr uint32_t KEYS = VALUES + V * 4;                            // [K/2] and those of [K/2,V]
+    static constexpr uint32_t END = KEYS + MOST_KEYS / 2 * 4;
     static_assert(END <= UB_SIZE, "the state must fit the unified buffers of two vector cores");
     // L1
     static constexpr Operand L1_R{0, C, V};                                     // R, or dU
@@ -197,6 +199,12 @@ public:
 
     __aicore__ inline void Run()
     {
+        if (x.tiling.first_v || x.tiling.final_v) {
+            Rows(At32(P::VALUES, V), V, half_keys);
+            Rows(At32(P::KEYS, half_keys), half_keys, V);
+            SetFlag<HardEvent::S_V>(0);
+            WaitFlag<HardEvent::S_V>(0);
+        }
         SetFlag<HardEvent::MTE3_MTE2>(0);
         for (int s = 0; s < 2; ++s) SetFlag<HardEvent::V_MTE2>(s);
         for (int32_t i_pv = GetBlockIdx() / 2; i_pv < x.tiling.P * x.tiling.tiles; i_pv += GetBlockNum()) {
@@ -215,15 +223,42 @@ private:
     {
         return (row * K + sub * half_keys) * pitch + column;
     }
+    __aicore__ inline uint64_t ShareV(uint64_t row, int column) const
+    {
+        return (row * pitch + column) * K + sub * half_keys;
+    }
+
+    __aicore__ inline static LocalTensor<uint32_t> At32(uint32_t address, int size)
+    {
+        return LocalTensor<uint32_t>(TPosition::VECCALC, address, size);
+    }
+
+    // In bytes, where the rows of a matrix [rows,columns] of floats begin.
+    __aicore__ inline static void Rows(const LocalTensor<uint32_t> &begins, int rows, int columns)
+    {
+        for (int i = 0; i < rows; ++i) begins.SetValue(i, i * columns * 4);
+    }
+
+    // dst [rows,columns] from src [columns,rows], whose rows begin so.
+    __aicore__ inline static void Transpose(const Floats &dst, const Floats &src, const LocalTensor<uint32_t> &begins,
+                                            int rows, int columns)
+    {
+        for (int i = 0; i < rows; ++i) Gather(dst[i * columns], src, begins, i * 4, columns);
+    }
 
     __aicore__ inline void Sequence(int32_t i_p, int column)
     {
         Floats state = At(P::STATE, half_keys * V), update = At(P::UPDATE, half_keys * V);
         Floats blocks = At(P::CARRY_BLOCKS, half_keys * BLOCK);
         WaitFlag<HardEvent::MTE3_MTE2>(0);
-        ArriveRows(state, x.first[Share(i_p, column)], half_keys, V, pitch);
+        if (x.tiling.first_v) {
+            ArriveRows(update, x.first[ShareV(i_p, column)], V, half_keys, K);
+        } else {
+            ArriveRows(state, x.first[Share(i_p, column)], half_keys, V, pitch);
+        }
         SetFlag<HardEvent::MTE2_V>(FIRST);
         WaitFlag<HardEvent::MTE2_V>(FIRST);
+        if (x.tiling.first_v) Transpose(state, update, At32(P::VALUES, V), half_keys, V);
 
         const int32_t length = x.Length(i_p);
         if (length > 0) Fetch(x.Row(0, length, i_p), column, slot);
@@ -250,9 +285,14 @@ private:
             SetFlag<HardEvent::V_MTE2>(slot);
             slot = 1 - slot;
         }
+        if (x.tiling.final_v) Transpose(update, state, At32(P::KEYS, half_keys), V, half_keys);
         SetFlag<HardEvent::V_MTE3>(0);
         WaitFlag<HardEvent::V_MTE3>(0);
-        LeaveRows(x.final[Share(i_p, column)], state, half_keys, V, pitch);
+        if (x.tiling.final_v) {
+            LeaveRows(x.final[ShareV(i_p, column)], update, V, half_keys, K);
+        } else {
+            LeaveRows(x.final[Share(i_p, column)], state, half_keys, V, pitch);
+        }
         SetFlag<HardEvent::MTE3_MTE2>(0);
     }
 
