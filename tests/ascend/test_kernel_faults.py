@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cost_model
 import gxx
 import pytest
 
@@ -97,7 +98,7 @@ BESIDE_LOADS = {
 
 @pytest.mark.parametrize("kernel", BESIDE_LOADS)
 def test_loads_beside_products(kernels: Path, kernel: str) -> None:
-    beside, products = map(int, gxx.output(kernels, kernel).splitlines()[-1].split(" of "))
+    beside, products = map(int, gxx.output(kernels, kernel).splitlines()[1].split(" of "))
     least, most = BESIDE_LOADS[kernel]
     assert least <= beside / products <= most
 
@@ -106,6 +107,13 @@ def test_loads_beside_products(kernels: Path, kernel: str) -> None:
 def test_dropped(kernels: Path, kernel: str, flag: str) -> None:
     found = gxx.output(kernels, kernel, flag)
     assert any(words in found for words in REPORTED), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(k, form) for k, forms in cost_model.VECTOR.items() for form in forms]
+)
+def test_vector_work_of_the_model(kernels: Path, kind: str, form: str) -> None:
+    assert int(gxx.output(kernels, f"{kind}, {form}").splitlines()[2]) == cost_model.VECTOR[kind][form]
 
 
 def test_every_event_is_tried() -> None:

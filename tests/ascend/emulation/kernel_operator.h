@@ -248,8 +248,12 @@ public:
             line.reads.clear();
             line.write = {lane_, epoch_, place_};
         }
+        written_ += size;
         return &block().bytes[int(memory)][offset];
     }
+
+    Instruction(const Instruction &) = delete;
+    ~Instruction();
 
     // How many instructions of another pipe of this core, issued before, may still run beside this one.
     uint32_t beside(pipe_t pipe) const { return core().count[pipe] - (*view_)[lane_of(core(), pipe)]; }
@@ -286,6 +290,7 @@ private:
     Clock *view_;
     int lane_;
     uint32_t epoch_;
+    size_t written_ = 0;
 };
 
 // What a flag set on this pipe now proves to whoever waits for it.
@@ -306,6 +311,14 @@ inline bool drops(const char *from, const char *to, int id)
 
 // Products so far, and those that ran beside loads of what others multiply.
 inline uint32_t products = 0, products_beside_loads = 0;
+
+// Results of AIV 0's vector instructions so far, each in units of 256 bytes, sums of rows aside.
+inline uint32_t vector_results = 0;
+inline Instruction::~Instruction()
+{
+    const bool sums = std::strcmp(name_, "ReduceRepeat") == 0;
+    if (lane_ == kPipes + PIPE_V && !sums) vector_results += (written_ + 255) / 256;
+}
 
 // Runs `kernel` as one block after another, each with its three cores; throws the first failure.
 inline void launch(int64_t blocks, const std::function<void()> &kernel)
