@@ -113,7 +113,7 @@ def delta_attention(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        backend, scale, chunk_size, not disable_recompute, algebra,
+        backend, scale, state_v_first, chunk_size, not disable_recompute, algebra,
     )  # fmt: skip
     o, final_state = autograd.delta_attention(problem, x, options, backend)
     return o, _returned(final_state, output_final_state, state_v_first)
@@ -160,7 +160,7 @@ def delta_attention_step(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        backend, scale,
+        backend, scale, state_v_first,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(t.requires_grad for t in x if t is not None):
         raise NotImplementedError(
@@ -188,6 +188,7 @@ def _prepare(
     flags: InKernel,
     backend: str | None,
     scale: float | None,
+    state_v_first: bool,
     chunk_size: int = 64,
     recompute: bool = True,
     algebra: str = "rewy",
@@ -198,7 +199,7 @@ def _prepare(
         raise TypeError(f"backend must be a name or None, got {type(backend).__name__}")
     if backend == "":
         raise ValueError("backend must be a name or None, got ''")
-    options = Options(check_scale(scale, x.q), chunk_size, recompute, algebra)
+    options = Options(check_scale(scale, x.q), chunk_size, recompute, algebra, state_v_first)
     problem = describe(x, options)
     check_in_kernel(x, **flags._asdict())
     if flags.use_qk_l2norm_in_kernel:

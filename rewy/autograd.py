@@ -6,6 +6,7 @@ the backend is resolved inside, where shapes are concrete.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +23,7 @@ _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor erase, Tensor? write, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 )
-_OPTIONS = "float scale, int chunk_size, bool recompute, str algebra, str backend"
+_OPTIONS = "float scale, int chunk_size, bool recompute, str algebra, bool state_v_first, str backend"
 
 _library = torch.library.Library("rewy", "DEF")
 _library.define(
@@ -54,7 +55,8 @@ def _no_autocast(x: Operands) -> AbstractContextManager[Any]:
 def _forward(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     problem, x, backend, (training,) = _unpack(args)
     with _no_autocast(x):
-        return resolve(problem, backend).forward(problem, x, training)
+        o, final_state, kept = resolve(problem, backend).forward(problem, x, training)
+    return o, _laid_out(problem, final_state), kept
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -67,18 +69,26 @@ def _backward(*args: Any) -> list[Tensor]:
     problem, x, backend, (kept, do, dht) = _unpack(args)
     with _no_autocast(x):
         grads = resolve(problem, backend).backward(problem, x, kept, do, dht)
-    return [grad for grad in grads if grad is not None]
+    return _given(problem, grads)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    x = Operands(*args[:_N_OPERANDS])
-    return [t.new_empty(t.shape) for t in x[:7] if t is not None]
+    problem, x, _, _ = _unpack(args)
+    return _given(problem, [None if t is None else t.new_empty(t.shape) for t in x[:7]])
+
+
+def _given(p: Problem, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients that there are, in the order of `Operands`; the last one is that of initial states."""
+    *others, states = grads
+    laid_out = None if states is None else _laid_out(p, states)
+    return [grad for grad in (*others, laid_out) if grad is not None]
 
 
 def _step(*args: Any) -> tuple[Tensor, Tensor]:
     problem, x, backend, _ = _unpack(args)
     with _no_autocast(x):
-        return resolve(problem, backend).step(problem, x)
+        o, final_state = resolve(problem, backend).step(problem, x)
+    return o, _laid_out(problem, final_state)
 
 
 def _fake_step(*args: Any) -> tuple[Tensor, Tensor]:
@@ -87,7 +97,13 @@ def _fake_step(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_outputs(p: Problem, x: Operands) -> tuple[Tensor, Tensor]:
-    return x.v.new_empty(p.B, p.T, p.HV, p.V), x.q.new_empty(p.N, p.HV, p.K, p.V, dtype=p.work_dtype)
+    final_state = x.q.new_empty(p.N, p.HV, p.K, p.V, dtype=p.work_dtype)
+    return x.v.new_empty(p.B, p.T, p.HV, p.V), _laid_out(p, final_state)
+
+
+def _laid_out(p: Problem, states: Tensor) -> Tensor:
+    """States [N,HV,K,V] as the call wants them in memory; no copy where the backend wrote them so."""
+    return states.mT.contiguous().mT if p.state_v_first else states
 
 
 for _name, _impl, _fake in (

@@ -111,6 +111,7 @@ class Options(NamedTuple):
     chunk_size: int
     recompute: bool
     algebra: str
+    state_v_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class Problem:
     varlen: bool
     recompute: bool
     algebra: Algebra
+    state_v_first: bool = False
+    """Final states and the gradient of initial ones, [N,HV,K,V], lie in memory as [N,HV,V,K]."""
 
     @property
     def group(self) -> int:
@@ -159,6 +162,7 @@ def problem_of(x: Operands, options: Options) -> Problem:
         varlen=x.cu_seqlens is not None,
         recompute=options.recompute,
         algebra=Algebra(options.algebra),
+        state_v_first=options.state_v_first,
     )  # fmt: skip
 
 

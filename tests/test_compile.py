@@ -101,13 +101,14 @@ def test_inference_and_steps_compile():
                 assert error(a, b) <= EXACT
 
 
+@pytest.mark.parametrize("state_v_first", [False, True], ids=["keys first", "values first"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck(operator, packed):
+def test_opcheck(operator, packed, state_v_first):
     """Schemas, fake kernels and strides of the three operators."""
     case = Case(operator, B=1, T=40, K=8, V=12, dtype=torch.float32, lengths=(10, 0, 25) if packed else None)
     x, do, dht = make(case)
-    options = (0.3, 16, True, "rewy", "")
+    options = (0.3, 16, True, "rewy", state_v_first, "")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.rewy.forward.default, (*x, *options, True), test_utils=tests)
     opcheck(torch.ops.rewy.forward.default, (*x, *options, False), test_utils=tests)

@@ -41,6 +41,10 @@ class Arithmetic:
     def rounded(self, a: Tensor) -> Tensor:
         return a if self.operand == self.work else a.to(self.operand).to(self.work)
 
+    def cumulative(self, g: Tensor) -> Tensor:
+        """Inclusive sums of log decays g [..,C,D] over tokens, as `exp` takes them and their differences."""
+        return g.cumsum(-2)
+
     def exp(self, difference: Tensor) -> Tensor:
         """e^difference of two log decays, in `work`."""
         return difference.to(self.work).exp()

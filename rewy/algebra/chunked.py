@@ -39,7 +39,7 @@ class Chunks:
     w: Tensor
     """Write gate [..,C,1] or [..,C,V]."""
     G: Tensor
-    """Inclusive cumulative decay [..,C,1] or [..,C,K]."""
+    """Inclusive cumulative decay [..,C,1] or [..,C,K]; in parts [2,..,C,D] where `arithmetic` sums it in parts."""
 
     @classmethod
     def of(cls, problem: Problem, x: Operands, arithmetic: Arithmetic) -> Chunks:
@@ -53,10 +53,11 @@ class Chunks:
         if problem.group > 1:
             q, k = (t.repeat_interleave(problem.group, dim=1) for t in (q, k))
         b = stack(x.erase)
-        G = b.new_zeros(*b.shape[:-1], 1) if x.g is None else stack(x.g, arithmetic.log).cumsum(-2)
+        g = b.new_zeros(*b.shape[:-1], 1) if x.g is None else stack(x.g, arithmetic.log)
         return cls(
             problem, layout, arithmetic,
-            q=q, k=k, v=stack(x.v), b=b, w=b if x.write is None else stack(x.write), G=G,
+            q=q, k=k, v=stack(x.v), b=b, w=b if x.write is None else stack(x.write),
+            G=arithmetic.cumulative(g),
         )  # fmt: skip
 
     @cached_property

@@ -34,7 +34,8 @@ class Backend(Protocol):
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(o [B,T,HV,V] in q's dtype, final state [N,HV,K,V] in the work dtype, tensors kept for backward).
 
-        Nothing is kept unless `training`; `problem.recompute` asks to keep little.
+        Nothing is kept unless `training`; `problem.recompute` asks to keep little. With `problem.state_v_first` a final
+        state that lies in memory as [N,HV,V,K] saves a copy, and so does the gradient of an initial one.
         """
 
     def fake_kept(self, problem: Problem, x: Operands) -> list[Tensor]:

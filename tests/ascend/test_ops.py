@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rewy
+from rewy.backends.ascend.fused import _masks
 from rewy.problem import OPERATORS
 from rewy.testing import Case, arguments, computed, exact, leaves, make
 
@@ -65,7 +66,16 @@ def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "title",
-    ["two chunks and a tail", "hard resets", "large heads", "three tiles of key and of value channels"],
+    [
+        "two chunks and a tail",
+        "three value heads to a key head",
+        "hard resets",
+        "strong and no decay side by side",
+        "from no decay to strong",
+        "large heads",
+        "three tiles of key and of value channels",
+        "packed, far and near side by side",
+    ],
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_conventional_form(operator: str, title: str) -> None:
@@ -123,18 +133,34 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
     assert waits(operator, tmp_path, REWY_ASCEND_OPS=str(LIBRARY)) == []
 
 
+@pytest.mark.parametrize("lengths", [None, (3, 0, 67)], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_state_layouts(operator: str) -> None:
-    """States as [V,K] are states as [K,V] transposed, bit for bit."""
-    x, _, _ = make(Case(operator, B=1, T=70, K=64, V=128, dtype=torch.bfloat16))
-    named = arguments(leaves(x, "npu"))
-    options = {"output_final_state": True, "backend": "ascend"}
-    o, state = rewy.delta_attention(**named, **options)
-    assert named["initial_state"] is not None
-    named["initial_state"] = named["initial_state"].mT
-    o_v, state_v = rewy.delta_attention(**named, **options, state_v_first=True)
-    assert torch.equal(o.cpu(), o_v.cpu())
-    assert torch.equal(state.cpu(), state_v.mT.cpu())
+def test_state_layouts(operator: str, lengths: tuple[int, ...] | None) -> None:
+    """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
+    x, do, dht = make(Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16))
+    assert dht is not None
+
+    def results(v_first: bool) -> list[torch.Tensor]:
+        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
+        if v_first:
+            named["initial_state"] = named["initial_state"].detach().mT.contiguous().requires_grad_()
+        o, state = rewy.delta_attention(
+            **named, output_final_state=True, backend="ascend", state_v_first=v_first
+        )
+        wanted = [t for t in named.values() if t.requires_grad]
+        given = dht.mT.contiguous() if v_first else dht
+        *gradients, dh0 = torch.autograd.grad(
+            [o, state], [*wanted, named["initial_state"]], [do.npu(), given.npu()], materialize_grads=True
+        )
+        assert state.is_contiguous() and dh0.is_contiguous()
+        gradients = [
+            t for t, leaf in zip(gradients, wanted, strict=True) if leaf is not named["initial_state"]
+        ]
+        state, dh0 = (t.mT if v_first else t for t in (state, dh0))
+        return [t.detach().cpu() for t in (o, state, dh0, *gradients)]
+
+    for keys_first, values_first in zip(results(False), results(True), strict=True):
+        assert torch.equal(keys_first, values_first)
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -176,7 +202,8 @@ def operands(device: str, N: int = 2, K: int = 64, V: int = 64) -> dict[str, tor
     wide |= dict.fromkeys(("S", "dS"), (N, K, V))
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in wide.items()}
     tensors |= {name: torch.zeros(N, 64, 1, device=device) for name in ("b", "G")}
-    return tensors | {"w": None, "far": None, "masks": torch.zeros(8, 64, 64, device=device), "scale": 1.0}
+    tensors |= {"masks": torch.zeros(8, 64, 64, device=device)}
+    return tensors | {"w": None, "far": None, "scale": 1.0, "shared": False}
 
 
 def states(device: str, *names: str) -> dict[str, torch.Tensor]:
@@ -192,11 +219,70 @@ def test_meta_of_the_state_passes() -> None:
         (forward, lambda d: states(d, "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device=d)}),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do")),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"conventional": True}),
+        (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"v_first": True}),
     ):
         real, meta = op(**operands("npu")), op(**operands("meta"))
-        assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
+        assert [(t.shape, t.dtype, t.stride()) for t in meta] == [
+            (t.shape, t.dtype, t.stride()) for t in real
+        ]
     with pytest.raises(ValueError, match=r"carry must be \[4, 64\], got \[3, 64\]"):
         reverse(**states("npu", "minus_X", "K", "T", "A", "Q", "do") | {"carry": torch.zeros(3, 64).npu()})
+
+
+def filled(operands: dict[str, torch.Tensor | float | None]) -> dict[str, torch.Tensor | float | None]:
+    """Random numbers for zeros, at most 0.1."""
+    random = torch.Generator().manual_seed(0)
+    return {
+        name: t.copy_(torch.rand(t.shape, generator=random) / 10) if isinstance(t, torch.Tensor) else t
+        for name, t in operands.items()
+    }
+
+
+def test_shared_keys_keep_fp32() -> None:
+    """dq and dk are those of heads that share nothing, before their rounding."""
+    x = filled(operands("npu"))
+    own = torch.ops.rewy_ascend.chunk_gradient(**x)
+    shared = torch.ops.rewy_ascend.chunk_gradient(**x | {"shared": True})
+    for rounded, t in zip(own[:2], shared[:2], strict=True):
+        assert t.dtype is torch.float32 and t.abs().max() > 0
+        assert torch.equal(t.cpu().to(torch.bfloat16), rounded.cpu())
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(own[2:], shared[2:], strict=True))
+
+
+def conventional(device: str) -> dict[str, torch.Tensor | float | None]:
+    shapes = {"dU": (2, 64, 64), "minus_X": (2, 64, 64), "written": (2, 64, 64), "T": (2, 64, 64)}
+    own = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    return operands(device) | own
+
+
+def test_gram() -> None:
+    """dG's pairs from the scores are those from the gradients of q and k, in two parts; nothing else differs."""
+    x = filled(conventional("npu"))
+    x["masks"] = _masks(torch.device("npu"))
+    folded, gram = (torch.ops.rewy_ascend.chunk_gradient(**x, gram=gram) for gram in (False, True))
+    assert gram[5].shape == (2, 2, 64, 1)
+    first, second = gram[5].cpu().unbind(1)
+    assert not first[:, 32:].any() and second[:, :32].any()
+    dG = folded[5].cpu()
+    torch.testing.assert_close(first + second, dG, rtol=0, atol=5e-3 * float(dG.abs().max()))
+    others = [i for i in range(7) if i != 5]
+    assert all(torch.equal(folded[i].cpu(), gram[i].cpu()) for i in others)
+    meta = torch.ops.rewy_ascend.chunk_gradient(**conventional("meta"), gram=True)
+    assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in gram]
+
+
+def test_states_in_either_layout() -> None:
+    """The first state is read, the last one written as [P,K,V] or as [P,V,K]."""
+    x = filled(states("npu", "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device="npu")})
+    x |= {"starts": torch.tensor([0, 2, 4], dtype=torch.int32, device="npu")}
+    expected = torch.ops.rewy_ascend.state_forward(**x)
+    transposed = x | {"first": x["first"].mT.contiguous().mT}
+    for operands, v_first in ((x, True), (transposed, False), (transposed, True)):
+        found = torch.ops.rewy_ascend.state_forward(**operands, v_first=v_first)
+        assert found[2].is_contiguous() != v_first and found[2].mT.is_contiguous() == v_first
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="first, as it is or transposed, must be contiguous"):
+        torch.ops.rewy_ascend.state_forward(**x | {"first": torch.zeros(4, 64, 128, device="npu")[::2]})
 
 
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
@@ -204,10 +290,11 @@ def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
     return operands(device) | gates | {"far": torch.zeros(2, dtype=torch.int32, device=device)}
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("make_operands", [operands, per_channel])
-def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | None]]) -> None:
-    real = torch.ops.rewy_ascend.chunk_gradient(**make_operands("npu"))
-    meta = torch.ops.rewy_ascend.chunk_gradient(**make_operands("meta"))
+def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | None]], shared: bool) -> None:
+    real = torch.ops.rewy_ascend.chunk_gradient(**make_operands("npu") | {"shared": shared})
+    meta = torch.ops.rewy_ascend.chunk_gradient(**make_operands("meta") | {"shared": shared})
     assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in real]
 
 
@@ -217,18 +304,21 @@ def test_meta(make_operands: Callable[[str], dict[str, torch.Tensor | float | No
         ({"k": torch.zeros(2, 64, 64)}, TypeError, "k must be BFloat16, got Float"),
         ({"b": torch.zeros(2, 63, 1)}, ValueError, r"b must be \[2, 64, 1\], got \[2, 63, 1\]"),
         ({"w": torch.zeros(2, 64, 64)}, ValueError, "gates per channel come with decay per channel"),
+        ({"gram": True}, ValueError, "gram is for the conventional form with one decay a token"),
         (
             {"S": torch.zeros(4, 64, 64, dtype=torch.bfloat16)},
             ValueError,
             r"S must be \[2, 64, 64\], got \[4",
         ),
     ],
-    ids=["dtype", "shape", "gates", "count"],
+    ids=["dtype", "shape", "gates", "gram", "count"],
 )
-def test_operator_refuses(change: dict[str, torch.Tensor], error: type[Exception], message: str) -> None:
+def test_operator_refuses(
+    change: dict[str, torch.Tensor | bool], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         torch.ops.rewy_ascend.chunk_gradient(
-            **operands("npu") | {name: t.npu() for name, t in change.items()}
+            **operands("npu") | {name: t if t is True else t.npu() for name, t in change.items()}
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from gaps import known_gaps
 
 import rewy
+from rewy.backends.ascend.arithmetic import CubeArithmetic, underflowing
 from rewy.dispatch import backends
 from rewy.problem import OPERATORS
 from rewy.testing import Case, arguments, budgets, computed, error, errors, exact, leaves, make
@@ -98,6 +99,25 @@ PARITY = [(operator, title, dtype) for operator in OPERATORS for title in QUICK 
 def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
     """Every case of `rewy verify` in every dtype."""
     assert_right(replace(QUICK[title], operator=operator, dtype=dtype))
+
+
+@pytest.mark.parametrize("spread", [0.01, 5.0, 1000.0])
+def test_decays_of_fp32_lose_no_digits(spread: float) -> None:
+    """Differences of their sums against fp64, beside what one fp32 sum keeps of them."""
+    x, _, _ = make(Case("gated_delta_rule", B=4, T=64, dtype=torch.float32))
+    g = -spread * torch.rand(4, 64, 2, generator=torch.Generator().manual_seed(0)) ** 8
+    g = underflowing(x._replace(g=g)).g
+    assert g is not None
+    arithmetic = CubeArithmetic.of(torch.float32)
+
+    def decays(G: torch.Tensor) -> torch.Tensor:
+        return (G[..., :, None, :] - G[..., None, :, :]).movedim(-1, -3).tril(-1)
+
+    expected = decays(g.double().cumsum(-2)).exp()
+    one_sum = (decays(g.cumsum(-2)).exp() - expected).abs().amax()
+    two_parts = (arithmetic.exp(decays(arithmetic.cumulative(g))) - expected).abs().amax()
+    assert two_parts <= 2**-23
+    assert spread < 1 or one_sum > 10 * two_parts
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

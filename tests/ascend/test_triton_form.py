@@ -120,9 +120,10 @@ class Kernel:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, w: Tensor | None, G: Tensor, do: Tensor, U: Tensor,
-        dR: Tensor, S: Tensor, dS: Tensor, far: Tensor | None, masks: Tensor, scale: float,
+        dR: Tensor, S: Tensor, dS: Tensor, far: Tensor | None, masks: Tensor, scale: float, shared: bool, gram: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert far is None or not far.any(), "the Triton form takes one pass over the pairs"
+        assert shared and not gram, "the Triton form leaves dq and dk in fp32, and is no conventional form"
         N = q.shape[0]
         # What nothing writes stays NaN.
         dq, dk = (torch.full(q.shape, torch.nan) for _ in range(2))

@@ -21,6 +21,20 @@ class CubeArithmetic(Arithmetic):
     def of(cls, dtype: torch.dtype) -> CubeArithmetic:
         return cls(work=torch.float32, operand=dtype, log=torch.float32, reads_decays=False)
 
+    def cumulative(self, g: Tensor) -> Tensor:
+        """Between fp32 operands in two parts [2,..,C,D], which keep what one fp32 sum would round off.
+
+        The leading parts are multiples of 2^-10 and over a chunk stay within 2^13 (`underflowing`), so their sums are
+        exact; the sums of the others stay below 2^-4.
+        """
+        if self.operand is not self.work:
+            return g.cumsum(-2)
+        leading = (g * 1024).round() / 1024
+        return torch.stack([leading, g - leading]).cumsum(-2)
+
+    def exp(self, difference: Tensor) -> Tensor:
+        return (difference if self.operand is not self.work else difference.sum(0)).exp()
+
     def mm(self, a: Tensor, b: Tensor) -> Tensor:
         return _product(a.to(self.operand), b.to(self.operand))
 
@@ -50,6 +64,6 @@ def underflowing(x: Operands) -> Operands:
     """The operands with log decays no lower than what fp32 tells from zero.
 
     It changes no result, but keeps sums of decays small: one token at -1000 would cost the differences between its
-    neighbours three digits, and here there is no fp64 to sum in.
+    neighbours three digits, and here there is no fp64 to sum in. A chunk's stay above -2^13.
     """
     return x if x.g is None else x._replace(g=x.g.clamp(min=UNDERFLOW))

@@ -38,7 +38,7 @@ def backward(
     dht: Tensor | None,
     arithmetic: Arithmetic,
 ) -> Gradients:
-    """`rewy.algebra.rewy.backward`, or that of `rewy.algebra.conventional`, with the pairs of ReWY."""
+    """`rewy.algebra.rewy.backward`, or that of `rewy.algebra.conventional`."""
     c = Chunks.of(problem, x, arithmetic)
     A = attention(c, c.pairs())
     T, *states = (t[: len(c.k)] for t in kept)
@@ -53,7 +53,9 @@ def backward(
 def _states(c: Chunks, x: Operands, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`state_pass`: the states before each chunk, U, the final states."""
     operands = _flat(c, c.X), _flat(c, c.K), _flat(c, T), _flat(c, c.written, torch.float32), _carry(c)
-    results = torch.ops.rewy_ascend.state_forward(*operands, _first(c.initial(x)), _starts(c))
+    results = torch.ops.rewy_ascend.state_forward(
+        *operands, _first(c.initial(x)), _starts(c), v_first=c.problem.state_v_first
+    )
     S, U, final = _stacked(c, *results)
     return S, U, c.layout.unsort(final)
 
@@ -68,7 +70,12 @@ def _reverse(
     keys = -(c.X if through is None else through)
     operands = (_flat(c, t) for t in (keys, c.K, T, A, c.Q, do))
     results = torch.ops.rewy_ascend.state_reverse(
-        *operands, _carry(c), _first(last), _starts(c), conventional=through is not None
+        *operands,
+        _carry(c),
+        _first(last),
+        _starts(c),
+        v_first=p.state_v_first,
+        conventional=through is not None,
     )
     dS, dR, initial, dU = _stacked(c, *results)
     return Reverse(do, dS, c.layout.unsort(initial)), dR, dU
@@ -87,7 +94,8 @@ def gradients(
 
     Or, from dU, −X, w ⊙ v and T, with those of the conventional form.
     """
-    by_channel = c.problem.operator.decay is Gate.CHANNEL
+    decay = c.problem.operator.decay
+    by_channel, gram = decay is Gate.CHANNEL, len(conventional) > 0 and decay is Gate.SCALAR
     operands = (_flat(c, t) for t in (c.q, c.k, c.v))
     b, G = (_flat(c, t, torch.float32) for t in (c.b, c.G))
     w = None if x.write is None else _flat(c, c.w, torch.float32)
@@ -102,9 +110,12 @@ def gradients(
         far,
         _masks(G.device),
         c.problem.scale,
+        c.problem.group > 1,
         *(_flat(c, t) for t in conventional),
+        gram=gram,
     )
     dq, dk, dv, db, dG, remaining = _stacked(c, *results[:4], *results[5:])
+    dG = dG.sum(2) if gram else dG
     dw = None if w is None else _stacked(c, results[4])[0]
 
     dg = None
@@ -149,7 +160,9 @@ def _carry(c: Chunks) -> Tensor:
 
 
 def _first(states: Tensor) -> Tensor:
-    return states.flatten(0, 1).contiguous()
+    """[N,HV,K,V] as [P,K,V], which may lie in memory as [P,V,K]."""
+    states = states.flatten(0, 1)
+    return states if states.mT.is_contiguous() else states.contiguous()
 
 
 def _starts(c: Chunks) -> Tensor:

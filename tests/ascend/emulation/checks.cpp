@@ -179,6 +179,23 @@ PASSES(row_sums)
     });
 }
 
+// [2,8] transposed: from where its rows begin, one gather a column.
+void transpose(uint32_t address)
+{
+    on_vector_core([=] {
+        Vector x(TPosition::VECCALC, 0, 16), columns(TPosition::VECCALC, address, 64);
+        LocalTensor<uint32_t> begins(TPosition::VECCALC, 1024, 8);
+        for (int i = 0; i < 2; ++i) begins.SetValue(i, i * 32);
+        values(x, {0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17});
+        for (int i = 0; i < 8; ++i) Gather(columns[i * 8], x, begins, i * 4, 2);
+        const auto v = values(columns, 58);
+        for (int i = 0; i < 8; ++i) expect(v[i * 8] == i && v[i * 8 + 1] == 10 + i, "column " + std::to_string(i));
+    });
+}
+
+PASSES(gathers_a_transpose) { transpose(512); }
+REPORTS(gather_onto_itself, "Gather: source and result overlap") { transpose(0); }
+
 PASSES(casts_round_to_even)
 {
     on_vector_core([] {

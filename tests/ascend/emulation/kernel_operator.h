@@ -248,8 +248,15 @@ public:
             line.reads.clear();
             line.write = {lane_, epoch_, place_};
         }
+        written_ += size;
         return &block().bytes[int(memory)][offset];
     }
+
+    Instruction(const Instruction &) = delete;
+    ~Instruction();
+
+    // How many instructions of another pipe of this core, issued before, may still run beside this one.
+    uint32_t beside(pipe_t pipe) const { return core().count[pipe] - (*view_)[lane_of(core(), pipe)]; }
 
     const Place &place() const { return place_; }
     const char *name() const { return name_; }
@@ -283,6 +290,7 @@ private:
     Clock *view_;
     int lane_;
     uint32_t epoch_;
+    size_t written_ = 0;
 };
 
 // What a flag set on this pipe now proves to whoever waits for it.
@@ -299,6 +307,17 @@ inline std::string dropped;
 inline bool drops(const char *from, const char *to, int id)
 {
     return !dropped.empty() && dropped == std::string(from) + "_" + to + "(" + std::to_string(id) + ")";
+}
+
+// Products so far, and those that ran beside loads of what others multiply.
+inline uint32_t products = 0, products_beside_loads = 0;
+
+// Results of AIV 0's vector instructions so far, each in units of 256 bytes, sums of rows aside.
+inline uint32_t vector_results = 0;
+inline Instruction::~Instruction()
+{
+    const bool sums = std::strcmp(name_, "ReduceRepeat") == 0;
+    if (lane_ == kPipes + PIPE_V && !sums) vector_results += (written_ + 255) / 256;
 }
 
 // Runs `kernel` as one block after another, each with its three cores; throws the first failure.
@@ -799,6 +818,8 @@ void Mmad(const LocalTensor<float> &dst, const LocalTensor<T> &a, const LocalTen
           Place place = Place::current())
 {
     Instruction i("Mmad", PIPE_M, place);
+    ++emulation::products;
+    emulation::products_beside_loads += i.beside(PIPE_MTE2) > 0;
     require(dst.memory(0) == Memory::L0C && a.memory(0) == Memory::L0A && b.memory(0) == Memory::L0B, place,
             "Mmad multiplies L0A by L0B into L0C");
     require(p.m >= 1 && p.m <= 4095 && p.n >= 1 && p.n <= 4095 && p.k >= 1 && p.k <= 4095, place,
@@ -1023,6 +1044,28 @@ void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint8_t repeats,
     for (size_t r = 0; r < repeats; ++r)
         for (size_t k = 0; k < 8; ++k)
             std::fill_n(dst.write(i, (r * p.dstRepStride + k * p.dstBlkStride) * lanes, lanes), lanes, from[r * 8 + k]);
+}
+
+// doc: Memory矢量计算/离散与聚合/Gather (offsets and base in bytes)
+template <class T>
+void Gather(const LocalTensor<T> &dst, const LocalTensor<T> &src, const LocalTensor<uint32_t> &offsets, uint32_t base,
+            uint32_t count, Place place = Place::current())
+{
+    Instruction i("Gather", PIPE_V, place);
+    vector_operand(i, dst);
+    vector_operand(i, src);
+    vector_operand(i, offsets);
+    require(count >= 1, place, "Gather: a count of 0 is not sure to do nothing");
+    require(base % sizeof(T) == 0, place, "Gather: base ", base, " is no multiple of the element's size");
+    require(dst.address() + count * sizeof(T) <= src.address() ||
+                src.address() + src.GetSize() * sizeof(T) <= dst.address(),
+            place, "Gather: source and result overlap");
+    const uint32_t *from = offsets.read(i, 0, count);
+    T *to = dst.write(i, 0, count);
+    for (uint32_t k = 0; k < count; ++k) {
+        require(from[k] % sizeof(T) == 0, place, "Gather: offset ", from[k], " is no multiple of the element's size");
+        to[k] = *src.read(i, (size_t{base} + from[k]) / sizeof(T), 1);
+    }
 }
 
 // doc: Memory矢量计算/类型转换/Cast

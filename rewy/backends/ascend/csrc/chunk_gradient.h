@@ -10,7 +10,9 @@
 // dR Uᵀ and dR Sᵀ are the second and third of the three products around T (the reverse state pass made dR); no
 // inverse adjoint, no W, no Gram matrix. For comparison the kernel also has the conventional form, which makes what
 // takes their place from dU: dW = −dU Sᵀ, dT = dW Xᵀ + dU (w ⊙ v)ᵀ, Tᵀ dT Tᵀ and Tᵀ dW, rounded on the way as operands
-// are. All else is the same.
+// are. Pairs then are those of that form too, `rewy.algebra.conventional`: under one decay per head their part of dG
+// comes from q kᵀ and b k kᵀ once more (`gram`), weighted with M_A and M_L, row sums less column sums; under one per
+// channel those inside blocks of 16 tokens are weighted one by one.
 //
 // Decay of pairs. With one decay per head, e^{G_i−G_j} weighs M_A and M_L, and the operands are q, k and b k. With one
 // per channel it is split between the operands, e^{G_i−c} for rows and e^{c−G_j} for columns, and taken back from the
@@ -25,7 +27,8 @@
 // One cube core works with its two vector cores, which take 32 rows of the chunk each. OUTER_READY and OUTER_FREE
 // are a pair, primed before the loop and drained after it. The other two flags need no FREE of their own: each
 // implies through the pipes behind it that what it overwrites has been used. The tests drop every flag and see it
-// missed.
+// missed. What the cube core loads of a chunk has two places in L1 where they fit: that of the block's next chunk
+// arrives while this one's is multiplied.
 #pragma once
 
 #include "core.h"
@@ -38,6 +41,8 @@ constexpr uint16_t OUTER_FREE = 1;   // vector → cube: they have been used
 constexpr uint16_t PAIRS_READY = 2;  // vector → cube: M_A, M_L, k̂, q̂ and b̂k are in L1
 constexpr uint16_t INNER_READY = 3;  // cube → vector: their products are in the unified buffers
 
+// Column sums cross the vector cores, so under `gram` each core has a part of dG, and the caller adds them.
+//
 // [N,C..K] is [N,C], or [N,C,K] where the gate has a number for each channel.
 template <class T>
 struct ChunkGradientOperands {
@@ -49,10 +54,11 @@ struct ChunkGradientOperands {
     GlobalTensor<float> G;           // [N,C..K]
     GlobalTensor<int32_t> far;       // [N] for decay per channel
     GlobalTensor<float> masks;       // [8,C,C] all pairs, those of each of six passes, the diagonal
-    GlobalTensor<float> dq, dk;      // [N,C,K]
+    GlobalTensor<T> dq, dk;          // [N,C,K], or, where value heads share q and k,
+    GlobalTensor<float> dq_share, dk_share;
     GlobalTensor<T> dv;              // [N,C,V]
     GlobalTensor<float> db, dw;      // like b and w; db has dw's share where there is no w
-    GlobalTensor<float> dG;          // like G
+    GlobalTensor<float> dG;          // like G; [N,2,C] under `gram`
     GlobalTensor<float> remaining;   // like G: k ⊙ dK̃ e^{Γ−G}
     GlobalTensor<T> dU, minus_X;     // [N,C,V], [N,C,K], the conventional form only, as are
     GlobalTensor<T> written, T_;     // [N,C,V] w ⊙ v, [N,C,C]
@@ -62,6 +68,8 @@ struct ChunkGradientOperands {
 constexpr uint32_t TILE = R * D * 4;        // bytes of a tile of floats on a vector core: [R,D] or [R,C]
 constexpr int PASSES = 6;                   // of a far chunk
 constexpr int ALL_PAIRS = 0, DIAGONAL = 7;  // masks
+constexpr int PAIR_BLOCK = 16;              // tokens whose pairs the conventional form weights one by one
+constexpr int AROUND_BLOCKS = 5;            // the first mask of pairs of two such blocks
 
 // Where the products that cross between cores lie in every unified buffer, and what vector cores write into L1.
 struct Places {
@@ -74,6 +82,8 @@ struct Places {
     static constexpr uint32_t ML_K = 6 * TILE;   // [R,D] M_L k̂
     static constexpr uint32_t RIGHT = 7 * TILE;  // [R,D] M_Aᵀ q̂ + M_Lᵀ b̂k
     static constexpr uint32_t UB_OWN = 8 * TILE; // the vector core's own from here
+    static constexpr uint32_t HATS = UB_OWN + 3 * TILE;         // which has q̂, k̂ and b̂k of decay per channel here, or
+    static constexpr uint32_t QK = HATS, BKK = HATS + TILE;     // [R,C] q kᵀ, then their pairs, and b k kᵀ
 
     static constexpr uint32_t L1_TILE = C * D * 2;
     static constexpr Operand L1_MA{0 * L1_TILE, C, C};
@@ -81,14 +91,17 @@ struct Places {
     static constexpr Operand L1_K{2 * L1_TILE, C, D};
     static constexpr Operand L1_Q{3 * L1_TILE, C, D};
     static constexpr Operand L1_BK{4 * L1_TILE, C, D};
-    static constexpr uint32_t L1_LOADED = 5 * L1_TILE;  // what the cube core loads from here
+    static constexpr uint32_t L1_OWN = 5 * L1_TILE;  // the cube core's own from here
 };
 
 // The passes that the pairs of a chunk take.
 template <bool CHANNEL_DECAY, class T>
 __aicore__ inline int Passes(const ChunkGradientOperands<T> &x, int32_t i_n)
 {
-    if constexpr (CHANNEL_DECAY) return x.far.GetValue(i_n) ? PASSES : 1;
+    if constexpr (CHANNEL_DECAY) {
+        if (x.tiling.conventional) return DIAGONAL - AROUND_BLOCKS;
+        return x.far.GetValue(i_n) ? PASSES : 1;
+    }
     return 1;
 }
 
@@ -96,18 +109,23 @@ template <class T, bool CHANNEL_DECAY>
 class ChunkGradientCube : Cube<T> {
 public:
     __aicore__ inline explicit ChunkGradientCube(const ChunkGradientOperands<T> &x)
-        : x(x), K(x.tiling.K), V(x.tiling.V), L1_DO{P::L1_LOADED, C, V}, L1_U{L1_DO.address + C * V * 2, C, V},
-          L1_DR{L1_U.address + C * V * 2, C, V}, L1_S(L1_DR.address + C * V * 2), L1_DS(L1_S + K * V * 2),
-          L1_WRITTEN{L1_DS + K * V * 2, C, V}, L1_X(L1_WRITTEN.address + C * V * 2), L1_DW(L1_X + C * K * 2),
-          L1_T{L1_DW + C * K * 2, C, C}, L1_DT{L1_T.address + C * C * 2, C, C},
-          L1_TDT{L1_DT.address + C * C * 2, C, C}
+        : x(x), K(x.tiling.K), V(x.tiling.V), L1_DT{P::L1_OWN, C, C}, L1_TDT{L1_DT.address + C * C * 2, C, C},
+          L1_DW(L1_TDT.address + C * C * 2), loaded(x.tiling.conventional ? L1_DW + C * K * 2 : P::L1_OWN),
+          loaded_size((3 * C * V + 2 * K * V + (x.tiling.conventional ? C * (V + K + C) : 0)) * 2),
+          ahead(loaded + 2 * loaded_size <= L1_SIZE)
     {
     }
 
     __aicore__ inline void Run()
     {
         this->Prime();
-        for (int32_t i_n = GetBlockIdx(); i_n < x.tiling.N; i_n += GetBlockNum()) Chunk(i_n);
+        if (ahead) Fetch(GetBlockIdx(), 0);
+        for (int32_t i_n = GetBlockIdx(), slot = 0; i_n < x.tiling.N; i_n += GetBlockNum()) {
+            const int32_t next = ahead ? i_n + GetBlockNum() : i_n, its_slot = ahead ? 1 - slot : slot;
+            if (next < x.tiling.N) Fetch(next, its_slot);
+            Chunk(i_n, slot);
+            slot = its_slot;
+        }
         CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
         this->Drain();
     }
@@ -115,83 +133,109 @@ public:
 private:
     using P = Places;
 
-    __aicore__ inline void Chunk(int32_t i_n)
+    // What is loaded of a chunk, in L1; states and X in tiles of keys.
+    struct Loaded {
+        Operand d_o, U, dR;   // dU in the conventional form, which alone has the last three
+        uint32_t S, dS;
+        Operand written, T_;
+        uint32_t X;
+    };
+
+    __aicore__ inline Loaded In(int slot) const
     {
-        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
+        const uint32_t begin = loaded + slot * loaded_size, value = C * V * 2, state = K * V * 2;
+        const uint32_t S = begin + 3 * value, written = S + 2 * state, inverse = written + value;
+        return {{begin, C, V},   {begin + value, C, V}, {begin + 2 * value, C, V}, S, S + state,
+                {written, C, V}, {inverse, C, C},       inverse + C * C * 2};
+    }
+
+    // In three parts, each with an event of its own: a product waits for no more than it needs.
+    __aicore__ inline void Fetch(int32_t i_n, int slot)
+    {
         const uint64_t o_v = uint64_t(i_n) * C * V, o_s = uint64_t(i_n) * K * V;
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(L1_DO, x.d_o[o_v]);
-        this->Load(L1_U, x.U[o_v]);
-        SetFlag<HardEvent::MTE2_MTE1>(0);
+        const Loaded l1 = In(slot);
+        WaitFlag<HardEvent::MTE1_MTE2>(slot);
+        this->Load(l1.d_o, x.d_o[o_v]);
+        this->Load(l1.U, x.U[o_v]);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot);
         if (x.tiling.conventional) {
-            this->Load(L1_DR, x.dU[o_v]);
-            this->Load(L1_WRITTEN, x.written[o_v]);
-            this->Load(L1_T, x.T_[uint64_t(i_n) * C * C]);
+            this->Load(l1.dR, x.dU[o_v]);
+            this->Load(l1.written, x.written[o_v]);
+            this->Load(l1.T_, x.T_[uint64_t(i_n) * C * C]);
             for (int i_k = 0; i_k < K; i_k += D) {
-                this->Load(TokenTile(L1_X, i_k), x.minus_X[uint64_t(i_n) * C * K + i_k], K);
+                this->Load(TokenTile(l1.X, i_k), x.minus_X[uint64_t(i_n) * C * K + i_k], K);
             }
         } else {
-            this->Load(L1_DR, x.dR[o_v]);
+            this->Load(l1.dR, x.dR[o_v]);
         }
-        SetFlag<HardEvent::MTE2_MTE1>(1);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot + 1);
         for (int i_k = 0; i_k < K; i_k += D) {
-            this->Load(KeyTile(L1_S, i_k), x.S[o_s + i_k * V]);
-            this->Load(KeyTile(L1_DS, i_k), x.dS[o_s + i_k * V]);
+            this->Load(KeyTile(l1.S, i_k), x.S[o_s + i_k * V]);
+            this->Load(KeyTile(l1.dS, i_k), x.dS[o_s + i_k * V]);
         }
-        SetFlag<HardEvent::MTE2_MTE1>(2);
+        SetFlag<HardEvent::MTE2_MTE1>(3 * slot + 2);
+    }
 
+    __aicore__ inline void Chunk(int32_t i_n, int slot)
+    {
+        const int passes = Passes<CHANNEL_DECAY>(x, i_n);
+        const Loaded l1 = In(slot);
         for (int i_k = 0; i_k < K; i_k += D) {
             CrossCoreWaitFlag<2, PIPE_FIX>(OUTER_FREE);
-            if (i_k == 0) Scores();
-            this->Multiply(L1_DO, KeyTile(L1_S, i_k).T());
+            if (i_k == 0) Scores(l1, slot);
+            this->Multiply(l1.d_o, KeyTile(l1.S, i_k).T());
             this->ToVector(P::DO_S);
             if (x.tiling.conventional) {
-                this->Multiply(L1_T.T(), TokenTile(L1_DW, i_k));
+                this->Multiply(l1.T_.T(), TokenTile(L1_DW, i_k));
             } else {
-                this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+                this->Multiply(l1.dR, KeyTile(l1.S, i_k).T());
             }
             this->ToVector(P::DR_S);
-            this->Multiply(L1_U, KeyTile(L1_DS, i_k).T());
-            if (i_k + D == K) SetFlag<HardEvent::MTE1_MTE2>(0);
+            this->Multiply(l1.U, KeyTile(l1.dS, i_k).T());
+            if (i_k + D == K) SetFlag<HardEvent::MTE1_MTE2>(slot);
             this->ToVector(P::U_DS);
             CrossCoreSetFlag<2, PIPE_FIX>(OUTER_READY);
-            for (int pass = 0; pass < passes; ++pass) Contract();
+            for (int pass = 0; pass < passes; ++pass) Contract(i_k);
         }
     }
 
-    __aicore__ inline void Scores()
+    __aicore__ inline void Scores(const Loaded &l1, int slot)
     {
-        WaitFlag<HardEvent::MTE2_MTE1>(0);
-        this->Multiply(L1_DO, L1_U.T());
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot);
+        this->Multiply(l1.d_o, l1.U.T());
         this->ToVector(P::DO_U);
-        WaitFlag<HardEvent::MTE2_MTE1>(1);
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot + 1);
         if (!x.tiling.conventional) {
-            this->Multiply(L1_DR, L1_U.T());
+            this->Multiply(l1.dR, l1.U.T());
             this->ToVector(P::DR_U);
         }
-        WaitFlag<HardEvent::MTE2_MTE1>(2);
-        if (x.tiling.conventional) ThroughInverse();
+        WaitFlag<HardEvent::MTE2_MTE1>(3 * slot + 2);
+        if (x.tiling.conventional) ThroughInverse(l1);
     }
 
     // −dW and Tᵀ dT Tᵀ, dU being where dR would be.
-    __aicore__ inline void ThroughInverse()
+    __aicore__ inline void ThroughInverse(const Loaded &l1)
     {
         for (int i_k = 0; i_k < K; i_k += D) {
-            this->Multiply(L1_DR, KeyTile(L1_S, i_k).T());
+            this->Multiply(l1.dR, KeyTile(l1.S, i_k).T());
             this->ToOperand(TokenTile(L1_DW, i_k));
         }
-        this->Multiply(L1_DR, L1_WRITTEN.T());
-        for (int i_k = 0; i_k < K; i_k += D) this->MultiplyAdd(TokenTile(L1_DW, i_k), TokenTile(L1_X, i_k).T());
+        this->Multiply(l1.dR, l1.written.T());
+        for (int i_k = 0; i_k < K; i_k += D) this->MultiplyAdd(TokenTile(L1_DW, i_k), TokenTile(l1.X, i_k).T());
         this->ToOperand(L1_DT);
-        this->Multiply(L1_T.T(), L1_DT);
+        this->Multiply(l1.T_.T(), L1_DT);
         this->ToOperand(L1_TDT);
-        this->Multiply(L1_TDT, L1_T.T());
+        this->Multiply(L1_TDT, l1.T_.T());
         this->ToVector(P::DR_U);
     }
 
-    __aicore__ inline void Contract()
+    __aicore__ inline void Contract(int i_k)
     {
         CrossCoreWaitFlag<2, PIPE_MTE1>(PAIRS_READY);
+        if (x.tiling.gram) {
+            this->Accumulate(P::L1_Q, P::L1_BK, P::L1_K.T(), i_k == 0);
+            if (i_k + D == K) this->SumsToVector(P::QK, P::BKK);
+        }
         this->Multiply(P::L1_MA, P::L1_K);
         this->ToVector(P::MA_K);
         this->Multiply(P::L1_ML, P::L1_K);
@@ -208,12 +252,12 @@ private:
 
     const ChunkGradientOperands<T> &x;
     const int K, V;
-    const Operand L1_DO, L1_U, L1_DR;
-    const uint32_t L1_S, L1_DS;
     // The conventional form only.
-    const Operand L1_WRITTEN;
-    const uint32_t L1_X, L1_DW;
-    const Operand L1_T, L1_DT, L1_TDT;
+    const Operand L1_DT, L1_TDT;
+    const uint32_t L1_DW;
+    // A chunk's place in L1, or two.
+    const uint32_t loaded, loaded_size;
+    const bool ahead;
 };
 
 template <class T, bool CHANNEL_DECAY, bool CHANNEL_GATES>
@@ -251,6 +295,7 @@ private:
     static constexpr uint32_t BK = KEY + TILE;                               // b k, rounded to T
     static constexpr uint32_t Q_HAT = BK + TILE, K_HAT = Q_HAT + TILE;       // q̂, k̂ and b̂k, rounded to T,
     static constexpr uint32_t BK_HAT = K_HAT + TILE;                         // for decay per channel
+    static_assert(Q_HAT == P::HATS, "the cube core has to know where they lie");
     static constexpr uint32_t LOG = BK_HAT + TILE;                           // G per channel
     static constexpr uint32_t GATE = LOG + TILE;                             // b or w per channel
     static constexpr uint32_t FROM = GATE + TILE, TO = FROM + TILE;          // e^{G_i−c}, e^{c−G_j}
@@ -278,6 +323,8 @@ private:
     static constexpr uint32_t B_ROW = DA_BLOCKS + BROADCAST;                 // [R] b
     static constexpr uint32_t SUM = B_ROW + ROW;                             // [R]
     static constexpr uint32_t UB_END = SUM + ROW;
+    static constexpr uint32_t DG_PART = DG + ROW;                            // [C] under `gram`
+    static constexpr uint32_t MA_BLOCKS = DECAYED, ML_BLOCKS = REMAINING;    // of a row, for decay per channel
     static_assert(UB_END <= UB_SIZE, "the tiles of a vector core must fit its unified buffer");
 
     __aicore__ inline void Chunk(int32_t i_n)
@@ -400,7 +447,14 @@ private:
         Fold<CHANNEL_DECAY>(dG, bk, E);
         Fold<CHANNEL_DECAY>(rest, k, right);
 
-        for (int pass = 0; pass < passes; ++pass) Pairs(passes == 1 ? ALL_PAIRS : 1 + pass);
+        if constexpr (CHANNEL_DECAY) {
+            if (x.tiling.conventional) PairsInBlocks();
+        }
+        const int mask = x.tiling.conventional && CHANNEL_DECAY ? AROUND_BLOCKS : passes == 1 ? ALL_PAIRS : 1;
+        for (int pass = 0; pass < passes; ++pass) Pairs(mask + pass);
+        if constexpr (!CHANNEL_DECAY) {
+            if (x.tiling.gram && i_k + D == K) GramPairs();
+        }
 
         // The gradients of the operands, with the diagonal pairs.
         Fold<CHANNEL_GATES>(db, k, E);
@@ -413,10 +467,21 @@ private:
         CrossCoreSetFlag<2, PIPE_V>(OUTER_FREE);
         SetFlag<HardEvent::V_MTE2>(0);
 
+        // In T they leave from where M_A and M_L were.
+        LocalTensor<T> dq16 = At16<T>(MA16, R * D), dk16 = At16<T>(ML16, R * D);
+        if (!x.tiling.shared) {
+            Cast(dq16, t0, RoundMode::CAST_RINT, R * D);
+            Cast(dk16, t1, RoundMode::CAST_RINT, R * D);
+        }
         SetFlag<HardEvent::V_MTE3>(1);
         WaitFlag<HardEvent::V_MTE3>(1);
-        LeaveTile(x.dq[o], t0, K);
-        LeaveTile(x.dk[o], t1, K);
+        if (x.tiling.shared) {
+            LeaveTile(x.dq_share[o], t0, K);
+            LeaveTile(x.dk_share[o], t1, K);
+        } else {
+            LeaveTile(x.dq[o], dq16, K);
+            LeaveTile(x.dk[o], dk16, K);
+        }
         if constexpr (CHANNEL_DECAY) {
             LeaveTile(x.dG[o], dG, K);
             LeaveTile(x.remaining[o], rest, K);
@@ -439,7 +504,7 @@ private:
     // One pass over the pairs of a mask: adds to dq, E, right and dG.
     __aicore__ inline void Pairs(int mask)
     {
-        Floats t0 = At(T0, R * D), dG = At(DG, R * D), dq = At(P::MA_K, R * D), E = At(P::ML_K, R * D);
+        Floats t0 = At(T0, R * D), dq = At(P::MA_K, R * D), E = At(P::ML_K, R * D);
         Floats right = At(P::RIGHT, R * D), from = At(FROM, R * D), to = At(TO, R * D);
         Floats q = At(CHANNEL_DECAY ? Q_HAT : Q, R * D), k = At(CHANNEL_DECAY ? K_HAT : KEY, R * D);
         Floats bk = At(CHANNEL_DECAY ? BK_HAT : BK, R * D), weight = At(WEIGHT, R * C);
@@ -471,17 +536,90 @@ private:
         CrossCoreSetFlag<2, PIPE_MTE3>(PAIRS_READY);
 
         CrossCoreWaitFlag<2, PIPE_V>(INNER_READY);
-        Fold<CHANNEL_DECAY>(dG, q, dq);
-        Fold<CHANNEL_DECAY>(dG, bk, E);
-        Fold<CHANNEL_DECAY, true>(dG, k, right);
+        if (!x.tiling.gram) FoldPairs(q, bk, k);
         if constexpr (CHANNEL_DECAY) {
             Mul(dq, dq, from, R * D);
             Mul(E, E, from, R * D);
             Mul(right, right, to, R * D);
         }
-        Add(At(P::DO_S, R * D), At(P::DO_S, R * D), dq, R * D);
-        Add(At(P::DR_S, R * D), At(P::DR_S, R * D), E, R * D);
-        Add(At(P::U_DS, R * D), At(P::U_DS, R * D), right, R * D);
+        AddPairs();
+    }
+
+    // The pairs inside blocks of tokens, each weighted on its own: row i with the n tokens of its block before it.
+    __aicore__ inline void PairsInBlocks()
+    {
+        Floats q = At(Q, R * D), k = At(KEY, R * D), bk = At(BK, R * D), G = At(LOG, R * D);
+        Floats dq = At(P::MA_K, R * D), E = At(P::ML_K, R * D), right = At(P::RIGHT, R * D);
+        Floats MA = At(MA_BLOCKS, PAIR_BLOCK * BLOCK), ML = At(ML_BLOCKS, PAIR_BLOCK * BLOCK);
+        Floats weight = At(FROM, PAIR_BLOCK * D), t0 = At(T0, PAIR_BLOCK * D), t1 = At(T1, PAIR_BLOCK * D);
+        const BinaryRepeatParams row_times_rows{1, 1, 0, 8, 0, 1};
+        Duplicate(dq, 0.0f, R * D);
+        Duplicate(E, 0.0f, R * D);
+        Duplicate(right, 0.0f, R * D);
+        for (int i = 0; i < R; ++i) {
+            const int n = i % PAIR_BLOCK, first = i - n, pairs = i * C + sub * R + first;
+            if (n == 0) continue;
+            Brcb(MA, At(P::DO_U, R * C)[pairs], PAIR_BLOCK / 8, {1, 8});
+            Brcb(ML, At(P::DR_U, R * C)[pairs], PAIR_BLOCK / 8, {1, 8});
+            Sub(weight, G[i * D], G[first * D], D, n, {1, 1, 1, 8, 0, 8});
+            Exp(weight, weight, n * D);
+            Mul(t0, weight, k[first * D], n * D);
+            TimesRows(t1, t0, ML, n, D);
+            AddTokens(E[i * D], t1, n);
+            TimesRows(t0, t0, MA, n, D);
+            AddTokens(dq[i * D], t0, n);
+            Mul(t0, q[i * D], MA, D, n, row_times_rows);
+            Mul(t1, bk[i * D], ML, D, n, row_times_rows);
+            Add(t0, t0, t1, n * D);
+            Mul(t0, t0, weight, n * D);
+            Add(right[first * D], right[first * D], t0, n * D);
+        }
+        FoldPairs(q, bk, k);
+        AddPairs();
+    }
+
+    // Adds the n rows of a tile to dst; the tile is used up.
+    __aicore__ inline void AddTokens(const Floats &dst, const Floats &tile, int n)
+    {
+        for (int half = n / 2; half > 0; half = n / 2) {
+            n -= half;
+            Add(tile, tile, tile[n * D], half * D);
+        }
+        Add(dst, dst, tile, D);
+    }
+
+    // The pairs' part of dG from the scores once more: with P = M_A ⊙ q kᵀ + M_L ⊙ b k kᵀ, row sums less column sums.
+    __aicore__ inline void GramPairs()
+    {
+        Floats pair = At(P::QK, R * C), other = At(P::BKK, R * C), sum = At(SUM, R);
+        Floats dG = At(DG, R), part = At(DG_PART, C), own = part[sub * R];
+        Mul(pair, pair, At(P::DO_U, R * C), R * C);
+        Mul(other, other, At(P::DR_U, R * C), R * C);
+        Add(pair, pair, other, R * C);
+        Mul(pair, pair, At(WEIGHT, R * C), R * C);
+        SumRows(sum, pair);
+        Add(dG, dG, sum, R);
+        Duplicate(part, 0.0f, C);
+        Add(own, own, dG, R);
+        for (int rows = R / 2; rows > 0; rows /= 2) Add(pair, pair, pair[rows * C], rows * C);
+        Sub(part, part, pair, C);
+    }
+
+    // What the pairs at hand add to dG, from the operands as they were multiplied.
+    __aicore__ inline void FoldPairs(const Floats &q, const Floats &bk, const Floats &k)
+    {
+        Floats dG = At(DG, R * D);
+        Fold<CHANNEL_DECAY>(dG, q, At(P::MA_K, R * D));
+        Fold<CHANNEL_DECAY>(dG, bk, At(P::ML_K, R * D));
+        Fold<CHANNEL_DECAY, true>(dG, k, At(P::RIGHT, R * D));
+    }
+
+    // And to dq, E and right.
+    __aicore__ inline void AddPairs()
+    {
+        Add(At(P::DO_S, R * D), At(P::DO_S, R * D), At(P::MA_K, R * D), R * D);
+        Add(At(P::DR_S, R * D), At(P::DR_S, R * D), At(P::ML_K, R * D), R * D);
+        Add(At(P::U_DS, R * D), At(P::U_DS, R * D), At(P::RIGHT, R * D), R * D);
     }
 
     // e^{G_i − c} and e^{c − G_j} of this core's rows; 0 for a row that is not in the pass as such.
@@ -521,7 +659,11 @@ private:
         SetFlag<HardEvent::V_MTE3>(1);
         WaitFlag<HardEvent::V_MTE3>(1);
         if constexpr (!CHANNEL_DECAY) {
-            Leave(x.dG[row], At(DG, R), R);
+            if (x.tiling.gram) {
+                Leave(x.dG[2 * row], At(DG_PART, C), C);
+            } else {
+                Leave(x.dG[row], At(DG, R), R);
+            }
             Leave(x.remaining[row], At(REST, R), R);
         }
         if constexpr (!CHANNEL_GATES) Leave(x.db[row], At(DB, R), R);
@@ -612,13 +754,14 @@ __aicore__ inline void ChunkGradient(REWY_CHUNK_GRADIENT_TENSORS(GM_ADDR), Chunk
     const uint64_t keys = rows * tiling.K, values = rows * tiling.V, masks = (DIAGONAL + 1) * C * C;
     const uint64_t decay = CHANNEL_DECAY ? keys : rows, erase = CHANNEL_GATES ? keys : rows;
     const uint64_t write = CHANNEL_GATES ? values : 0, far = CHANNEL_DECAY ? tiling.N : 0;
-    const uint64_t conventional = tiling.conventional ? 1 : 0;
+    const uint64_t conventional = tiling.conventional ? 1 : 0, shared = tiling.shared ? keys : 0;
     const ChunkGradientOperands<T> x{
         Global<T>(q, keys), Global<T>(k, keys), Global<T>(v, values), Global<T>(d_o, values), Global<T>(U, values),
         Global<T>(dR, values), Global<T>(S, state), Global<T>(dS, state), Global<float>(b, erase),
         Global<float>(w, write), Global<float>(G, decay), Global<int32_t>(far_, far), Global<float>(masks_, masks),
-        Global<float>(dq, keys), Global<float>(dk, keys), Global<T>(dv, values), Global<float>(db, erase),
-        Global<float>(dw, write), Global<float>(dG, decay), Global<float>(remaining, decay),
+        Global<T>(dq, keys - shared), Global<T>(dk, keys - shared), Global<float>(dq, shared),
+        Global<float>(dk, shared), Global<T>(dv, values), Global<float>(db, erase), Global<float>(dw, write),
+        Global<float>(dG, tiling.gram ? 2 * decay : decay), Global<float>(remaining, decay),
         Global<T>(dU, conventional * values), Global<T>(minus_X, conventional * keys),
         Global<T>(written, conventional * values), Global<T>(T_, conventional * rows * C), tiling};
 

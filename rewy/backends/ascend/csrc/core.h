@@ -16,6 +16,7 @@ constexpr int REPEAT = 64;    // floats of a vector repeat (256 bytes)
 constexpr int BLOCK = 8;      // floats of a data block (32 bytes)
 constexpr int FRACTAL = 16;   // rows and 16-bit columns of a cube fractal
 constexpr uint32_t UB_SIZE = 248 * 1024;
+constexpr uint32_t L1_SIZE = 512 * 1024;
 
 constexpr FixpipeConfig ROWS_TO_UB{CO2Layout::ROW_MAJOR, true};
 
@@ -41,7 +42,8 @@ struct Operand {
 };
 
 // Products of operands in L1. Operand pairs alternate between the halves of L0A and L0B, results between the
-// halves of L0C, so that loading, multiplying and emitting overlap.
+// halves of the first part of L0C, so that loading, multiplying and emitting overlap. Sums that grow over several
+// steps lie behind them.
 template <class T>
 class Cube {
 public:
@@ -50,14 +52,14 @@ public:
         for (int s = 0; s < 2; ++s) {
             SetFlag<HardEvent::M_MTE1>(s);
             SetFlag<HardEvent::FIX_M>(s);
+            SetFlag<HardEvent::MTE1_MTE2>(s);
         }
-        SetFlag<HardEvent::MTE1_MTE2>(0);
     }
 
     __aicore__ inline void Drain()
     {
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
         for (int s = 0; s < 2; ++s) {
+            WaitFlag<HardEvent::MTE1_MTE2>(s);
             WaitFlag<HardEvent::FIX_M>(s);
             WaitFlag<HardEvent::M_MTE1>(s);
         }
@@ -81,19 +83,31 @@ public:
     __aicore__ inline void Multiply(const Operand &a, const Operand &b)
     {
         WaitFlag<HardEvent::FIX_M>(result & 1);
-        Product(a, b, true);
+        Product(a, b, true, Slot());
     }
     // Adds a b to the result.
-    __aicore__ inline void MultiplyAdd(const Operand &a, const Operand &b) { Product(a, b, false); }
+    __aicore__ inline void MultiplyAdd(const Operand &a, const Operand &b) { Product(a, b, false, Slot()); }
+
+    // Adds the [C,C] products a k and b k to the two sums; the `first` ones start them, on operands that the vector
+    // cores send after they have got the sums before.
+    __aicore__ inline void Accumulate(const Operand &a, const Operand &b, const Operand &k, bool first)
+    {
+        Product(a, k, first, SUM);
+        Product(b, k, first, SUM + C * C * 4);
+    }
+    __aicore__ inline void SumsToVector(uint32_t address_a, uint32_t address_b)
+    {
+        SetFlag<HardEvent::M_FIX>(SUMS);
+        WaitFlag<HardEvent::M_FIX>(SUMS);
+        Split(address_a, SUM);
+        Split(address_b, SUM + C * C * 4);
+    }
 
     // The result to the unified buffers, upper half of the rows to vector core 0, lower half to 1.
     __aicore__ inline void ToVector(uint32_t address)
     {
         Finish();
-        FixpipeParamsArch3510<CO2Layout::ROW_MAJOR> p = Whole<CO2Layout::ROW_MAJOR>();
-        p.dstStride = n;
-        p.dualDstCtl = 1;
-        Fixpipe<float, float, ROWS_TO_UB>(Floats(TPosition::VECIN, address, m / 2 * n), Result(), p);
+        Split(address, Slot());
         Free();
     }
 
@@ -116,16 +130,19 @@ public:
 private:
     static constexpr uint32_t SLOT = 32 << 10;
     static constexpr uint32_t RESULT = 64 << 10;
+    static constexpr uint32_t SUM = 2 * RESULT;
+    static constexpr int32_t SUMS = 2;  // their event, after those of the two results
 
     __aicore__ inline static LocalTensor<T> Tensor(const Operand &x)
     {
         return LocalTensor<T>(TPosition::A1, x.address, x.rows * x.columns);
     }
-    __aicore__ inline Floats Result() { return Floats(TPosition::CO1, (result & 1) * RESULT, m * n); }
+    __aicore__ inline uint32_t Slot() const { return (result & 1) * RESULT; }
+    __aicore__ inline Floats Result() { return Floats(TPosition::CO1, Slot(), m * n); }
 
     // The left factor goes to L0A as NZ of [m,k]; the right one to L0B as Zn of [k,n], which is NZ of its
     // transpose. So a right factor that is stored transposed is loaded as it is.
-    __aicore__ inline void Product(const Operand &a, const Operand &b, bool first)
+    __aicore__ inline void Product(const Operand &a, const Operand &b, bool first, uint32_t to)
     {
         m = a.transposed ? a.columns : a.rows;
         n = b.transposed ? b.rows : b.columns;
@@ -143,7 +160,7 @@ private:
         p.n = n;
         p.k = k;
         p.cmatrixInitVal = first;
-        Mmad(Result(), l0a, l0b, p);
+        Mmad(Floats(TPosition::CO1, to, m * n), l0a, l0b, p);
         SetFlag<HardEvent::M_MTE1>(slot);
     }
 
@@ -156,6 +173,15 @@ private:
         p.dstStride = outer / FRACTAL;
         p.ifTranspose = transpose;
         LoadData(dst, Tensor(src), p);
+    }
+
+    __aicore__ inline void Split(uint32_t address, uint32_t from)
+    {
+        FixpipeParamsArch3510<CO2Layout::ROW_MAJOR> p = Whole<CO2Layout::ROW_MAJOR>();
+        p.dstStride = n;
+        p.dualDstCtl = 1;
+        const Floats halves(TPosition::VECIN, address, m / 2 * n);
+        Fixpipe<float, float, ROWS_TO_UB>(halves, Floats(TPosition::CO1, from, m * n), p);
     }
 
     __aicore__ inline void Finish()

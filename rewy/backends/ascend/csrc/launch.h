@@ -29,14 +29,16 @@ struct ChunkGradientTiling {
     int32_t blocks;  // AI cores that share them; block i takes i, i + blocks, ...
     float scale;
     bool conventional;
+    bool gram;       // conventional: dG's pairs from q kᵀ and b k kᵀ, in a part for each vector core
+    bool shared;     // value heads share q and k: dq and dk stay in fp32, for the caller sums them
 };
 
 // No more blocks than work: an idle block would still cost its start.
 inline ChunkGradientTiling chunk_gradient_tiling(int64_t N, int64_t K, int64_t V, int64_t cores, double scale,
-                                                  bool conventional)
+                                                  bool conventional, bool gram = false, bool shared = false)
 {
     return {static_cast<int32_t>(N), static_cast<int32_t>(K), static_cast<int32_t>(V),
-            static_cast<int32_t>(N < cores ? N : cores), static_cast<float>(scale), conventional};
+            static_cast<int32_t>(N < cores ? N : cores), static_cast<float>(scale), conventional, gram, shared};
 }
 
 struct StatePassTiling {
@@ -48,17 +50,19 @@ struct StatePassTiling {
     int32_t tiles;   // V / tile
     int32_t blocks;  // AI cores that share the P × tiles scans
     bool reverse, conventional;
+    bool first_v, final_v;  // the first or the last state is [P,V,K]
 };
 
 // Tiles of 128 columns load keys half as often, tiles of 64 keep twice the cores busy; states of more than 128 rows
 // leave room for 64.
 inline StatePassTiling state_pass_tiling(int64_t N, int64_t P, int64_t steps, int64_t K, int64_t V, int64_t cores,
-                                         bool reverse, bool conventional)
+                                         bool reverse, bool conventional, bool first_v = false,
+                                         bool final_v = false)
 {
     const int64_t tile = K <= 128 && V % 128 == 0 && P * (V / 128) >= cores ? 128 : 64, scans = P * (V / tile);
     return {static_cast<int32_t>(N), static_cast<int32_t>(P), static_cast<int32_t>(steps), static_cast<int32_t>(K),
             static_cast<int32_t>(V), static_cast<int32_t>(tile), static_cast<int32_t>(V / tile),
-            static_cast<int32_t>(scans < cores ? scans : cores), reverse, conventional};
+            static_cast<int32_t>(scans < cores ? scans : cores), reverse, conventional, first_v, final_v};
 }
 
 inline bool takes_sizes(int64_t K, int64_t V)

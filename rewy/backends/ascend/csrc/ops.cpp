@@ -51,12 +51,14 @@ void enqueue(const char *name, F launch)
     at_npu::native::OpCommand::RunOpApiV2(name, [=]() -> int { return launch(stream) ? 0 : -1; });
 }
 
-// dq, dk, dv, db, dw (empty without a w), dG, remaining.
-Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G)
+// dq, dk, dv, db, dw (empty without a w), dG (under `gram` in two parts [N,2,C,1]), remaining.
+Gradients empty_gradients(const Tensor &q, const Tensor &v, const Tensor &b, const Tensor &w, const Tensor &G,
+                          bool shared, bool gram)
 {
-    const at::TensorOptions fp32 = q.options().dtype(at::kFloat);
-    return {at::empty(q.sizes(), fp32), at::empty(q.sizes(), fp32), at::empty_like(v), at::empty_like(b),
-            w.defined() ? at::empty_like(w) : at::empty({0}, fp32), at::empty_like(G), at::empty_like(G)};
+    const at::TensorOptions fp32 = q.options().dtype(at::kFloat), keys = shared ? fp32 : q.options();
+    return {at::empty(q.sizes(), keys), at::empty(q.sizes(), keys), at::empty_like(v), at::empty_like(b),
+            w.defined() ? at::empty_like(w) : at::empty({0}, fp32),
+            gram ? at::empty({G.size(0), 2, CHUNK, 1}, fp32) : at::empty_like(G), at::empty_like(G)};
 }
 
 int64_t cube_cores(int device)
@@ -69,8 +71,8 @@ int64_t cube_cores(int device)
 
 Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &b, Optional write,
                          const Tensor &G, const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S,
-                         const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, Optional unsolved,
-                         Optional keys, Optional values, Optional inverse)
+                         const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, bool shared,
+                         Optional unsolved, Optional keys, Optional values, Optional inverse, bool gram)
 {
     TORCH_CHECK_VALUE(q.dim() == 3 && v.dim() == 3, "q and v must be [N,", CHUNK, ",K] and [N,", CHUNK, ",V], got ",
                       q.sizes(), " and ", v.sizes());
@@ -99,6 +101,8 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
     TORCH_CHECK_VALUE(minus_X.defined() == conventional && written.defined() == conventional &&
                           T.defined() == conventional,
                       "dU, minus_X, written and T come together");
+    TORCH_CHECK_VALUE(!gram || (conventional && !channels.decay),
+                      "gram is for the conventional form with one decay a token");
     if (conventional) {
         check(dU, "dU", scalar, {N, CHUNK, V});
         check(minus_X, "minus_X", scalar, {N, CHUNK, K});
@@ -106,10 +110,11 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
         check(T, "T", scalar, {N, CHUNK, CHUNK});
     }
 
-    const Gradients gradients = empty_gradients(q, v, b, w, G);
+    const Gradients gradients = empty_gradients(q, v, b, w, G, shared, gram);
     if (N == 0) return gradients;
     const rewy::ChunkGradientTiling tiling =
-        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional);
+        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional, gram,
+                                     shared);
     enqueue("RewyChunkGradient", [=](void *stream) {
         const auto &[dq, dk, dv, db, dw, dG, remaining] = gradients;
         return rewy::launch_chunk_gradient(type, channels, stream, address(q), address(k), address(v), address(b),
@@ -123,23 +128,27 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
 
 Gradients chunk_gradient_meta(const Tensor &q, const Tensor &, const Tensor &v, const Tensor &b, Optional w,
                               const Tensor &G, const Tensor &, const Tensor &, const Tensor &, const Tensor &,
-                              const Tensor &, Optional, const Tensor &, double, Optional, Optional, Optional, Optional)
+                              const Tensor &, Optional, const Tensor &, double, bool shared, Optional, Optional,
+                              Optional, Optional, bool gram)
 {
-    return empty_gradients(q, v, b, or_none(w), G);
+    return empty_gradients(q, v, b, or_none(w), G, shared, gram);
 }
 
-// The states that the chunks find, U or dR, the last states, dU (empty but in the conventional form).
-States empty_states(const Tensor &K, const Tensor &first, bool conventional)
+// The states that the chunks find, U or dR, the last states (with v_first in memory as [P,V,K]), dU (empty but in the
+// conventional form).
+States empty_states(const Tensor &K, const Tensor &first, bool v_first, bool conventional)
 {
-    const int64_t N = K.size(0), V = first.size(2);
-    return {at::empty({N, first.size(1), V}, first.options()), at::empty({N, CHUNK, V}, first.options()),
-            at::empty_like(first), at::empty({conventional ? N : 0, CHUNK, V}, first.options())};
+    const int64_t N = K.size(0), P = first.size(0), k = first.size(1), v = first.size(2);
+    const at::TensorOptions fp32 = first.options();
+    return {at::empty({N, k, v}, fp32), at::empty({N, CHUNK, v}, fp32),
+            v_first ? at::empty({P, v, k}, fp32).mT() : at::empty({P, k, v}, fp32),
+            at::empty({conventional ? N : 0, CHUNK, v}, fp32)};
 }
 
 // What both passes have; undefined tensors are those of the other pass.
 States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
                   const Tensor &d_o, const Tensor &written, const Tensor &carry, const Tensor &first,
-                  const Tensor &starts, bool reverse, bool conventional = false)
+                  const Tensor &starts, bool v_first, bool reverse, bool conventional = false)
 {
     TORCH_CHECK_VALUE(first.dim() == 3, "first must be [P,K,V], got ", first.sizes());
     TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) >= 1, "starts must be [steps + 1], got ", starts.sizes());
@@ -159,13 +168,15 @@ States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tenso
         check(written, "written", at::kFloat, {N, CHUNK, v});
     }
     check(carry, "carry", at::kFloat, {N, k});
-    check(first, "first", at::kFloat, {P, k, v});
+    const bool first_v = !first.is_contiguous();
+    check(first_v ? first.mT() : first, "first, as it is or transposed,", at::kFloat,
+          first_v ? at::IntArrayRef{P, v, k} : at::IntArrayRef{P, k, v});
     check(starts, "starts", at::kInt, {steps + 1});
 
-    const States results = empty_states(K, first, conventional);
+    const States results = empty_states(K, first, v_first, conventional);
     if (P == 0) return results;
     const rewy::StatePassTiling tiling =
-        rewy::state_pass_tiling(N, P, steps, k, v, cube_cores(K.get_device()), reverse, conventional);
+        rewy::state_pass_tiling(N, P, steps, k, v, cube_cores(K.get_device()), reverse, conventional, first_v, v_first);
     enqueue(reverse ? "RewyStateReverse" : "RewyStateForward", [=](void *stream) {
         const auto &[states, solved, last, unsolved] = results;
         return rewy::launch_state_pass(type, stream, address(X), address(K), address(T), address(A), address(Q),
@@ -182,26 +193,28 @@ std::tuple<Tensor, Tensor, Tensor> without_dU(const States &results)
 
 std::tuple<Tensor, Tensor, Tensor> state_forward(const Tensor &X, const Tensor &K, const Tensor &T,
                                                  const Tensor &written, const Tensor &carry, const Tensor &first,
-                                                 const Tensor &starts)
+                                                 const Tensor &starts, bool v_first)
 {
-    return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, false));
+    return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, v_first, false));
 }
 std::tuple<Tensor, Tensor, Tensor> state_forward_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &,
-                                                      const Tensor &, const Tensor &first, const Tensor &)
+                                                      const Tensor &, const Tensor &first, const Tensor &,
+                                                      bool v_first)
 {
-    return without_dU(empty_states(K, first, false));
+    return without_dU(empty_states(K, first, v_first, false));
 }
 
 States state_reverse(const Tensor &minus_X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
                      const Tensor &d_o, const Tensor &carry, const Tensor &first, const Tensor &starts,
-                     bool conventional)
+                     bool v_first, bool conventional)
 {
-    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, starts, true, conventional);
+    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, starts, v_first, true, conventional);
 }
 States state_reverse_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &, const Tensor &,
-                          const Tensor &, const Tensor &, const Tensor &first, const Tensor &, bool conventional)
+                          const Tensor &, const Tensor &, const Tensor &first, const Tensor &, bool v_first,
+                          bool conventional)
 {
-    return empty_states(K, first, conventional);
+    return empty_states(K, first, v_first, conventional);
 }
 
 }  // namespace
@@ -210,15 +223,16 @@ TORCH_LIBRARY(rewy_ascend, library)
 {
     library.def(
         "chunk_gradient(Tensor q, Tensor k, Tensor v, Tensor b, Tensor? w, Tensor G, Tensor do, Tensor U, Tensor dR, "
-        "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, Tensor? dU=None, Tensor? minus_X=None, "
-        "Tensor? written=None, Tensor? T=None) -> "
+        "Tensor S, Tensor dS, Tensor? far, Tensor masks, float scale, bool shared, Tensor? dU=None, "
+        "Tensor? minus_X=None, Tensor? written=None, Tensor? T=None, bool gram=False) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dw, Tensor dG, Tensor remaining)");
     library.def(
-        "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts) -> "
+        "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts, "
+        "bool v_first=False) -> "
         "(Tensor states, Tensor U, Tensor last)");
     library.def(
         "state_reverse(Tensor minus_X, Tensor K, Tensor T, Tensor A, Tensor Q, Tensor do, Tensor carry, Tensor first, "
-        "Tensor starts, bool conventional=False) -> (Tensor states, Tensor dR, Tensor last, Tensor dU)");
+        "Tensor starts, bool v_first=False, bool conventional=False) -> (Tensor states, Tensor dR, Tensor last, Tensor dU)");
 }
 TORCH_LIBRARY_IMPL(rewy_ascend, PrivateUse1, library)
 {

@@ -12,7 +12,8 @@
 // rounded.
 //
 // Cube and vector cores take turns, so a READY flag also tells its waiter that what it overwrites next has been used;
-// there are no FREE flags.
+// there are no FREE flags. What a chunk loads has two places, in L1 and in the unified buffers: that of the next one
+// arrives while this one is computed.
 #pragma once
 
 #include "core.h"
@@ -32,11 +33,11 @@ struct StatePassOperands {
     GlobalTensor<T> X, K, T_, A, Q, d_o;  // [N,C,..]; forward: X, K̃, T; reverse: −X, K̃, T, A, Q̃, do
     GlobalTensor<float> written;          // forward: w ⊙ v [N,C,V]
     GlobalTensor<float> carry;            // [N,K]
-    GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with
+    GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with, or [P,V,K]
     GlobalTensor<int32_t> starts;         // [steps+1]
     GlobalTensor<float> states;           // [N,K,V] the state that each chunk finds
     GlobalTensor<float> solved;           // [N,C,V] U, or dR
-    GlobalTensor<float> final;            // [P,K,V]
+    GlobalTensor<float> final;            // [P,K,V], or [P,V,K]
     GlobalTensor<float> unsolved;         // [N,C,V] dU, the conventional form only
     StatePassTiling tiling;
 
@@ -61,51 +62,65 @@ struct StatePlaces {
     static constexpr int MOST_KEYS = V == 64 ? 256 : 128;
     // unified buffers, bytes
     static constexpr uint32_t PREDICTED = 0;                                    // [R,V] X S
-    static constexpr uint32_t WRITTEN = PREDICTED + R * V * 4;                  // [R,V]
-    static constexpr uint32_t R16 = WRITTEN + R * V * 4;                        // [R,V] T
+    static constexpr uint32_t WRITTEN = PREDICTED + R * V * 4;                  // [R,V], twice
+    static constexpr uint32_t R16 = WRITTEN + 2 * R * V * 4;                    // [R,V] T
     static constexpr uint32_t UPDATE = R16 + R * V * 2;                         // [K/2,V] K̃ᵀ U, or Q̃ᵀ do − Xᵀ dR
     static constexpr uint32_t STATE = UPDATE + MOST_KEYS / 2 * V * 4;           // [K/2,V]
     static constexpr uint32_t STATE16 = STATE + MOST_KEYS / 2 * V * 4;          // [K/2,V] T
-    static constexpr uint32_t CARRY = STATE16 + MOST_KEYS / 2 * V * 2;          // [K/2]
-    static constexpr uint32_t CARRY_BLOCKS = CARRY + MOST_KEYS / 2 * 4;         // [K/2] broadcast
-    static constexpr uint32_t END = CARRY_BLOCKS + MOST_KEYS / 2 * BLOCK * 4;
+    static constexpr uint32_t CARRY = STATE16 + MOST_KEYS / 2 * V * 2;          // [K/2], twice
+    static constexpr uint32_t CARRY_BLOCKS = CARRY + 2 * MOST_KEYS / 2 * 4;     // [K/2] broadcast
+    static constexpr uint32_t VALUES = CARRY_BLOCKS + MOST_KEYS / 2 * BLOCK * 4;  // [V] where rows of [V,K/2] begin
+    static constexpr uint32_t KEYS = VALUES + V * 4;                            // [K/2] and those of [K/2,V]
+    static constexpr uint32_t END = KEYS + MOST_KEYS / 2 * 4;
     static_assert(END <= UB_SIZE, "the state must fit the unified buffers of two vector cores");
     // L1
     static constexpr Operand L1_R{0, C, V};                                     // R, or dU
     static constexpr Operand L1_U{L1_R.address + C * V * 2, C, V};              // U, or dR
-    static constexpr Operand L1_DO{L1_U.address + C * V * 2, C, V};
-    static constexpr Operand L1_T{L1_DO.address + C * V * 2, C, C};
-    static constexpr Operand L1_A{L1_T.address + C * C * 2, C, C};
-    static constexpr uint32_t L1_KEYS = L1_A.address + C * C * 2;
-    const Operand L1_X, L1_K, L1_Q, L1_STATE;
+    static constexpr uint32_t L1_STATE = L1_U.address + C * V * 2;              // [K,V]
+    static constexpr uint32_t L1_LOADED = L1_STATE + MOST_KEYS * V * 2;         // LoadedChunk<V>, twice
+};
 
-    __aicore__ inline explicit StatePlaces(int K)
-        : L1_X{L1_KEYS, C, K}, L1_K{L1_X.address + C * K * 2, C, K}, L1_Q{L1_K.address + C * K * 2, C, K},
-          L1_STATE{L1_Q.address + C * K * 2, K, V}
+// What the cube core loads of a chunk, in L1.
+template <int V>
+struct LoadedChunk {
+    const Operand d_o, T, A, X, K, Q;
+
+    __aicore__ inline LoadedChunk(int keys, int slot)
+        : d_o{StatePlaces<V>::L1_LOADED + slot * Size(keys), C, V}, T{d_o.address + C * V * 2, C, C},
+          A{T.address + C * C * 2, C, C}, X{A.address + C * C * 2, C, keys}, K{X.address + C * keys * 2, C, keys},
+          Q{K.address + C * keys * 2, C, keys}
     {
     }
+
+    static constexpr uint32_t Size(int keys) { return C * (V + 2 * C + 3 * keys) * 2; }
+    static_assert(StatePlaces<V>::L1_LOADED + 2 * Size(StatePlaces<V>::MOST_KEYS) <= L1_SIZE, "two chunks must fit L1");
 };
 
 template <class T, int V>
 class StatePassCube : Cube<T> {
 public:
     __aicore__ inline explicit StatePassCube(const StatePassOperands<T> &x)
-        : x(x), K(x.tiling.K), pitch(x.tiling.V), place(x.tiling.K)
+        : x(x), K(x.tiling.K), pitch(x.tiling.V), state{P::L1_STATE, x.tiling.K, V},
+          loaded{{x.tiling.K, 0}, {x.tiling.K, 1}}
     {
     }
 
     __aicore__ inline void Run()
     {
+        int slot = 0;
         this->Prime();
         for (int32_t i_pv = GetBlockIdx(); i_pv < x.tiling.P * x.tiling.tiles; i_pv += GetBlockNum()) {
             const int32_t i_p = i_pv / x.tiling.tiles, length = x.Length(i_p);
             const int column = i_pv % x.tiling.tiles * V;
+            if (length > 0) Fetch(x.Row(0, length, i_p), column, slot);
             for (int32_t i = 0; i < length; ++i) {
+                if (i + 1 < length) Fetch(x.Row(i + 1, length, i_p), column, 1 - slot);
                 if (x.tiling.reverse) {
-                    Reverse(x.Row(i, length, i_p), column);
+                    Reverse(x.Row(i, length, i_p), column, slot);
                 } else {
-                    Forward(x.Row(i, length, i_p), column);
+                    Forward(x.Row(i, length, i_p), column, slot);
                 }
+                slot = 1 - slot;
             }
         }
         this->Drain();
@@ -114,89 +129,121 @@ public:
 private:
     using P = StatePlaces<V>;
 
-    __aicore__ inline void Forward(uint64_t i_n, int column)
+    __aicore__ inline void Fetch(uint64_t i_n, int column, int slot)
     {
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(place.L1_X, x.X[i_n * C * K]);
-        this->Load(P::L1_T, x.T_[i_n * C * C]);
-        this->Load(place.L1_K, x.K[i_n * C * K]);
-        SetFlag<HardEvent::MTE2_MTE1>(0);
-        WaitFlag<HardEvent::MTE2_MTE1>(0);
+        const LoadedChunk<V> &l1 = loaded[slot];
+        WaitFlag<HardEvent::MTE1_MTE2>(slot);
+        if (x.tiling.reverse) {
+            this->Load(l1.A, x.A[i_n * C * C]);
+            this->Load(l1.d_o, x.d_o[i_n * C * pitch + column], pitch);
+            this->Load(l1.Q, x.Q[i_n * C * K]);
+        }
+        this->Load(l1.X, x.X[i_n * C * K]);
+        this->Load(l1.T, x.T_[i_n * C * C]);
+        this->Load(l1.K, x.K[i_n * C * K]);
+        SetFlag<HardEvent::MTE2_MTE1>(slot);
+    }
 
+    __aicore__ inline void Forward(uint64_t i_n, int column, int slot)
+    {
+        const LoadedChunk<V> &l1 = loaded[slot];
+        WaitFlag<HardEvent::MTE2_MTE1>(slot);
         CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);
-        this->Multiply(place.L1_X, place.L1_STATE);
+        this->Multiply(l1.X, state);
         this->ToVector(P::PREDICTED);
         CrossCoreSetFlag<2, PIPE_FIX>(PREDICTED_READY);
 
         CrossCoreWaitFlag<2, PIPE_MTE1>(R_READY);
-        this->Multiply(P::L1_T, P::L1_R);
+        this->Multiply(l1.T, P::L1_R);
         this->ToOperand(P::L1_U, x.solved[i_n * C * pitch + column], pitch);
-        this->Multiply(place.L1_K.T(), P::L1_U);
-        SetFlag<HardEvent::MTE1_MTE2>(0);
+        this->Multiply(l1.K.T(), P::L1_U);
+        SetFlag<HardEvent::MTE1_MTE2>(slot);
         this->ToVector(P::UPDATE);
         CrossCoreSetFlag<2, PIPE_FIX>(UPDATE_READY);
     }
 
-    __aicore__ inline void Reverse(uint64_t i_n, int column)
+    __aicore__ inline void Reverse(uint64_t i_n, int column, int slot)
     {
-        WaitFlag<HardEvent::MTE1_MTE2>(0);
-        this->Load(P::L1_A, x.A[i_n * C * C]);
-        this->Load(P::L1_DO, x.d_o[i_n * C * pitch + column], pitch);
-        this->Load(place.L1_K, x.K[i_n * C * K]);
-        this->Load(P::L1_T, x.T_[i_n * C * C]);
-        this->Load(place.L1_Q, x.Q[i_n * C * K]);
-        this->Load(place.L1_X, x.X[i_n * C * K]);
-        SetFlag<HardEvent::MTE2_MTE1>(0);
-        WaitFlag<HardEvent::MTE2_MTE1>(0);
-
-        this->Multiply(P::L1_A.T(), P::L1_DO);
+        const LoadedChunk<V> &l1 = loaded[slot];
+        WaitFlag<HardEvent::MTE2_MTE1>(slot);
+        this->Multiply(l1.A.T(), l1.d_o);
         CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);
-        this->MultiplyAdd(place.L1_K, place.L1_STATE);
+        this->MultiplyAdd(l1.K, state);
         if (x.tiling.conventional) {
             this->ToOperand(P::L1_R, x.unsolved[i_n * C * pitch + column], pitch);
         } else {
             this->ToOperand(P::L1_R);
         }
-        this->Multiply(P::L1_T.T(), P::L1_R);
+        this->Multiply(l1.T.T(), P::L1_R);
         this->ToOperand(P::L1_U, x.solved[i_n * C * pitch + column], pitch);
-        this->Multiply(place.L1_Q.T(), P::L1_DO);
-        this->MultiplyAdd(place.L1_X.T(), x.tiling.conventional ? P::L1_R : P::L1_U);
-        SetFlag<HardEvent::MTE1_MTE2>(0);
+        this->Multiply(l1.Q.T(), l1.d_o);
+        this->MultiplyAdd(l1.X.T(), x.tiling.conventional ? P::L1_R : P::L1_U);
+        SetFlag<HardEvent::MTE1_MTE2>(slot);
         this->ToVector(P::UPDATE);
         CrossCoreSetFlag<2, PIPE_FIX>(UPDATE_READY);
     }
 
     const StatePassOperands<T> &x;
     const int K, pitch;
-    const P place;
+    const Operand state;
+    const LoadedChunk<V> loaded[2];
 };
 
 template <class T, int V>
 class StatePassVector {
 public:
     __aicore__ inline explicit StatePassVector(const StatePassOperands<T> &x)
-        : x(x), K(x.tiling.K), pitch(x.tiling.V), half_keys(K / 2), sub(GetSubBlockIdx()), place(K)
+        : x(x), K(x.tiling.K), pitch(x.tiling.V), half_keys(K / 2), sub(GetSubBlockIdx())
     {
     }
 
     __aicore__ inline void Run()
     {
+        if (x.tiling.first_v || x.tiling.final_v) {
+            Rows(At32(P::VALUES, V), V, half_keys);
+            Rows(At32(P::KEYS, half_keys), half_keys, V);
+            SetFlag<HardEvent::S_V>(0);
+            WaitFlag<HardEvent::S_V>(0);
+        }
         SetFlag<HardEvent::MTE3_MTE2>(0);
-        SetFlag<HardEvent::V_MTE2>(0);
+        for (int s = 0; s < 2; ++s) SetFlag<HardEvent::V_MTE2>(s);
         for (int32_t i_pv = GetBlockIdx() / 2; i_pv < x.tiling.P * x.tiling.tiles; i_pv += GetBlockNum()) {
             Sequence(i_pv / x.tiling.tiles, i_pv % x.tiling.tiles * V);
         }
         WaitFlag<HardEvent::MTE3_MTE2>(0);
-        WaitFlag<HardEvent::V_MTE2>(0);
+        for (int s = 0; s < 2; ++s) WaitFlag<HardEvent::V_MTE2>(s);
     }
 
 private:
     using P = StatePlaces<V>;
+    static constexpr int32_t FIRST = 2;  // the first state's event, after those of the chunks' two places
 
     // Where this core's half of a state's tile begins.
     __aicore__ inline uint64_t Share(uint64_t row, int column) const
     {
         return (row * K + sub * half_keys) * pitch + column;
+    }
+    __aicore__ inline uint64_t ShareV(uint64_t row, int column) const
+    {
+        return (row * pitch + column) * K + sub * half_keys;
+    }
+
+    __aicore__ inline static LocalTensor<uint32_t> At32(uint32_t address, int size)
+    {
+        return LocalTensor<uint32_t>(TPosition::VECCALC, address, size);
+    }
+
+    // In bytes, where the rows of a matrix [rows,columns] of floats begin.
+    __aicore__ inline static void Rows(const LocalTensor<uint32_t> &begins, int rows, int columns)
+    {
+        for (int i = 0; i < rows; ++i) begins.SetValue(i, i * columns * 4);
+    }
+
+    // dst [rows,columns] from src [columns,rows], whose rows begin so.
+    __aicore__ inline static void Transpose(const Floats &dst, const Floats &src, const LocalTensor<uint32_t> &begins,
+                                            int rows, int columns)
+    {
+        for (int i = 0; i < rows; ++i) Gather(dst[i * columns], src, begins, i * 4, columns);
     }
 
     __aicore__ inline void Sequence(int32_t i_p, int column)
@@ -204,50 +251,68 @@ private:
         Floats state = At(P::STATE, half_keys * V), update = At(P::UPDATE, half_keys * V);
         Floats blocks = At(P::CARRY_BLOCKS, half_keys * BLOCK);
         WaitFlag<HardEvent::MTE3_MTE2>(0);
-        WaitFlag<HardEvent::V_MTE2>(0);
-        ArriveRows(state, x.first[Share(i_p, column)], half_keys, V, pitch);
-        SetFlag<HardEvent::MTE2_V>(0);
-        WaitFlag<HardEvent::MTE2_V>(0);
-        SetFlag<HardEvent::V_MTE2>(0);
+        if (x.tiling.first_v) {
+            ArriveRows(update, x.first[ShareV(i_p, column)], V, half_keys, K);
+        } else {
+            ArriveRows(state, x.first[Share(i_p, column)], half_keys, V, pitch);
+        }
+        SetFlag<HardEvent::MTE2_V>(FIRST);
+        WaitFlag<HardEvent::MTE2_V>(FIRST);
+        if (x.tiling.first_v) Transpose(state, update, At32(P::VALUES, V), half_keys, V);
 
         const int32_t length = x.Length(i_p);
+        if (length > 0) Fetch(x.Row(0, length, i_p), column, slot);
         for (int32_t i = 0; i < length; ++i) {
             const uint64_t i_n = x.Row(i, length, i_p);
+            if (i + 1 < length) Fetch(x.Row(i + 1, length, i_p), column, 1 - slot);
             LocalTensor<T> rounded = At16<T>(P::STATE16, half_keys * V);
             Cast(rounded, state, RoundMode::CAST_RINT, half_keys * V);
             SetFlag<HardEvent::V_MTE3>(0);
             WaitFlag<HardEvent::V_MTE3>(0);
-            ToCube(place.L1_STATE, rounded, sub);
+            ToCube(Operand{P::L1_STATE, K, V}, rounded, sub);
             CrossCoreSetFlag<2, PIPE_MTE3>(STATE_READY);
             LeaveRows(x.states[Share(i_n, column)], state, half_keys, V, pitch);
             SetFlag<HardEvent::MTE3_V>(0);
 
-            WaitFlag<HardEvent::V_MTE2>(0);
-            Arrive(At(P::CARRY, half_keys), x.carry[i_n * K + sub * half_keys], half_keys);
-            if (!x.tiling.reverse) {
-                ArriveRows(At(P::WRITTEN, R * V), x.written[(i_n * C + sub * R) * pitch + column], R, V, pitch);
-            }
-            SetFlag<HardEvent::MTE2_V>(0);
-            WaitFlag<HardEvent::MTE2_V>(0);
+            WaitFlag<HardEvent::MTE2_V>(slot);
             if (!x.tiling.reverse) Residual();
 
             CrossCoreWaitFlag<2, PIPE_V>(UPDATE_READY);
             WaitFlag<HardEvent::MTE3_V>(0);
-            Brcb(blocks, At(P::CARRY, half_keys), half_keys / 8, {1, 8});
+            Brcb(blocks, Carry(slot), half_keys / 8, {1, 8});
             TimesRows(state, state, blocks, half_keys, V);
             Add(state, state, update, half_keys * V);
-            SetFlag<HardEvent::V_MTE2>(0);
+            SetFlag<HardEvent::V_MTE2>(slot);
+            slot = 1 - slot;
         }
+        if (x.tiling.final_v) Transpose(update, state, At32(P::KEYS, half_keys), V, half_keys);
         SetFlag<HardEvent::V_MTE3>(0);
         WaitFlag<HardEvent::V_MTE3>(0);
-        LeaveRows(x.final[Share(i_p, column)], state, half_keys, V, pitch);
+        if (x.tiling.final_v) {
+            LeaveRows(x.final[ShareV(i_p, column)], update, V, half_keys, K);
+        } else {
+            LeaveRows(x.final[Share(i_p, column)], state, half_keys, V, pitch);
+        }
         SetFlag<HardEvent::MTE3_MTE2>(0);
+    }
+
+    __aicore__ inline Floats Carry(int slot) const { return At(P::CARRY + slot * P::MOST_KEYS / 2 * 4, half_keys); }
+    __aicore__ inline Floats Written(int slot) const { return At(P::WRITTEN + slot * R * V * 4, R * V); }
+
+    __aicore__ inline void Fetch(uint64_t i_n, int column, int slot)
+    {
+        WaitFlag<HardEvent::V_MTE2>(slot);
+        Arrive(Carry(slot), x.carry[i_n * K + sub * half_keys], half_keys);
+        if (!x.tiling.reverse) {
+            ArriveRows(Written(slot), x.written[(i_n * C + sub * R) * pitch + column], R, V, pitch);
+        }
+        SetFlag<HardEvent::MTE2_V>(slot);
     }
 
     // R = w ⊙ v − X S, in fp32 and rounded once: where the state predicts v, what is left is small.
     __aicore__ inline void Residual()
     {
-        Floats written = At(P::WRITTEN, R * V);
+        Floats written = Written(slot);
         LocalTensor<T> rounded = At16<T>(P::R16, R * V);
         CrossCoreWaitFlag<2, PIPE_V>(PREDICTED_READY);
         Sub(written, written, At(P::PREDICTED, R * V), R * V);
@@ -261,7 +326,7 @@ private:
     const StatePassOperands<T> &x;
     const int K, pitch, half_keys;
     const int sub;
-    const P place;
+    int slot = 0;  // of the chunk at hand
 };
 
 template <class T, int V>
