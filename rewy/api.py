@@ -103,6 +103,7 @@ def delta_attention(
         state_v_first=state_v_first,
         disable_recompute=disable_recompute,
     )
+    laid_out = state_v_first and (output_final_state or initial_state is not None)  # else nobody sees states
     problem, x, options = _prepare(
         gather(
             q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write,
@@ -113,7 +114,7 @@ def delta_attention(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        backend, scale, state_v_first, chunk_size, not disable_recompute, algebra,
+        backend, scale, laid_out, chunk_size, not disable_recompute, algebra,
     )  # fmt: skip
     o, final_state = autograd.delta_attention(problem, x, options, backend)
     return o, _returned(final_state, output_final_state, state_v_first)
@@ -160,7 +161,7 @@ def delta_attention_step(
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             A_log, dt_bias, safe_gate, lower_bound,
         ),
-        backend, scale, state_v_first,
+        backend, scale, state_v_first and output_final_state,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(t.requires_grad for t in x if t is not None):
         raise NotImplementedError(

@@ -15,7 +15,8 @@ from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunks_of
 from rewy.backends.cuda.launch import recording
 from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, Pipeline, Plan, limits_of, plan
-from rewy.problem import OPERATORS, Operands, Options, Problem, problem_of
+from rewy.backends.cuda.replay import Program
+from rewy.problem import OPERATORS, Gradients, Operands, Options, Problem, problem_of
 from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
@@ -139,6 +140,26 @@ def test_both_passes_are_launched(lengths: tuple[int, ...] | None) -> None:
     kernels = [launch.kernel for launch in launches]
     assert kernels.count(hopper.forward_pass) == 2 and kernels.count(hopper.reverse_pass) == 1
     assert state.state_forward not in kernels and state.state_reverse not in kernels
+
+
+@pytest.mark.parametrize("planner", [on_h200, in_spans(2), in_parts(2)], ids=["whole", "spans", "parts"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_recorded_call_launches_the_same(operator: str, planner: Callable[[Problem, Limits], Plan]) -> None:
+    problem, x, do, dht = described(replace(CASE, operator=operator, initial_state=False, dht=False))
+    backend = CudaBackend(planner)
+    with recording() as launches:
+        _, _, kept = backend.forward(problem, x, training=True)
+    with recording() as launches:
+        backend.backward(problem, x, kept, do, dht)
+
+    def stages(do: Tensor, *tensors: Tensor) -> Gradients:
+        operands = Operands(*tensors[: len(x)])
+        return backend._backward(problem, operands, [*tensors[len(x) :]], do, None)
+
+    program = Program(stages, [do, *x, *kept])
+    recorded = [stage.kernel.launch for stage in program.stages if stage.kernel]
+    assert [launch.signature for launch in recorded] == [launch.signature for launch in launches]
+    assert [launch.grid for launch in recorded] == [launch.grid for launch in launches]
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -53,7 +53,8 @@ class CudaBackend:
             o, ht, kept = self._forward(problem, Operands(*x), training)  # type: ignore[arg-type]
             return [o, ht, *kept]
 
-        o, ht, *kept = self._called((problem, training), stages, x)
+        x = x._replace(cu_seqlens_cpu=None)  # the device has the offsets
+        o, ht, *kept = self._called(("forward", problem, training), stages, x)
         return o, ht, kept
 
     def backward(
@@ -63,12 +64,13 @@ class CudaBackend:
             x, kept = tensors[: len(Operands._fields)], tensors[len(Operands._fields) :]
             return self._backward(problem, Operands(*x), [*kept], do, dht)
 
-        return Gradients(*self._called((problem,), stages, (do, dht, *x, *kept)))
+        x = x._replace(cu_seqlens_cpu=None)
+        return Gradients(*self._called(("backward", problem), stages, (do, dht, *x, *kept)))
 
     def _called(
         self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: tuple[Tensor | None, ...]
     ) -> Any:
-        """What the stages return for these tensors. Problem and dtypes determine all that is done."""
+        """What the stages return. A planner, the problem and dtypes determine all that they do."""
         tensors = tuple([None if t is None else t.contiguous() for t in tensors])
         return self.calls((*key, *[None if t is None else t.dtype for t in tensors]), stages, tensors)
 

@@ -21,6 +21,8 @@ from rewy.backends.cuda.launch import Launch
 
 _MAP = 128
 """Bytes of a CUtensorMap, which wants half that alignment."""
+_MAP_AT = (64, 128)
+"""Where it may begin in Triton's object, which ends with it: in 3.7, in 3.6."""
 _NUMBERS = {
     "i1": c.c_int8, "i8": c.c_int8, "i16": c.c_int16, "i32": c.c_int32, "i64": c.c_int64,
     "u1": c.c_uint8, "u8": c.c_uint8, "u16": c.c_uint16, "u32": c.c_uint32, "u64": c.c_uint64,
@@ -108,17 +110,17 @@ class Direct:
             return None
         return cls(driver, launch, kernel, parameters)
 
-    def usable(self) -> bool:
-        """Whether nobody asked Triton to be told of launches."""
-        return not _hooked()
-
     def run(self, addresses: list[int], stream: int | None) -> None:
-        """Launch on tensors at these addresses, in the order of the kernel's parameters."""
+        """Launch on tensors at these addresses, in the order of the kernel's parameters.
+
+        Raises RuntimeError with the driver's name of what went wrong.
+        """
         driver, last = self._driver, self._last
         with self._lock:
             for i, address in enumerate(addresses):
                 if address != last[i]:
                     parameter, is_map, at = self._moved[i]
+                    last[i] = None  # until the new one is there, if this is interrupted
                     if is_map:
                         driver.check(
                             driver.move(at, address), f"address of a tile's descriptor, {self._name}"
@@ -141,7 +143,7 @@ class _Map(c.Structure):
 
 
 def _parameters(launch: Launch, kernel: Any) -> list[Any] | None:
-    """All parameters in the kernel's order, as ctypes objects with their values, or None where Triton differs."""
+    """All parameters in the kernel's order, as ctypes objects with their values; None where they are not known."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError:  # Triton before 3.5
@@ -157,8 +159,8 @@ def _parameters(launch: Launch, kernel: Any) -> list[Any] | None:
         elif hasattr(arg, "base"):
             made, *sizes = make_tensordesc_arg(arg, next(described, None))
             rank = len(arg.shape)
-            if isinstance(made, Tensor) or len(sizes) != 2 * rank:
-                return None  # the kernel makes its descriptor itself
+            if type(made).__basicsize__ - _MAP not in _MAP_AT or len(sizes) != 2 * rank:
+                return None  # the kernel makes its descriptor itself, or Triton's object is another
             parameters.append(_copied(made))
             parameters += [c.c_int32(n) for n in sizes[:rank]] + [c.c_int64(n) for n in sizes[rank:]]
         elif kind in _NUMBERS:
@@ -185,6 +187,7 @@ def _expected(driver: _Driver, function: int, sizes: list[int]) -> bool:
     return found == sizes
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
+    """Whether someone asked Triton to be told of launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

@@ -4,9 +4,10 @@
     dq = e^G scale do S^T + dA k~                                   E = e^G dX + dL k~
     dk = b E + dA^T q~ + dL^T (b k)~ + e^(Gl-G) U dS+^T            db = k E            dw = v dR
 
-where ~ carries the decay between two rows of the chunk. Two kernels: `score_gradients` forms dA and dL of a
-chunk once, with what else lies on the value side; `key_gradients` takes them for each tile of key channels.
-dA and dL are stored in the dtype they are multiplied in, so nothing is rounded that would not be.
+where ~ carries the decay between two rows of the chunk. `score_gradients` forms dA and dL of a chunk once, with what
+else lies on the value side; `key_gradients` takes them for each tile of key channels; `sum_parts` adds what several
+programs have. dA and dL are stored in the dtype they are multiplied in, so nothing is rounded that would not be. Of
+U, dA takes the digits that follow too, where they are kept; dS+ is in units of `state.unit`.
 
 The gate of row t decays what passes from rows before t to rows from t on, so its gradient sums exactly those
 terms:
@@ -488,7 +489,8 @@ def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) ->
 
 def summed(parts: Tensor, like: Tensor, count: int, run: int) -> Tensor:
     """The sum of every `count` runs, of `run` numbers each, that lie one after another; shape and dtype of `like`."""
-    total, BLOCK = torch.empty_like(like), 1024
+    total = torch.empty_like(like)
+    BLOCK = 1024
     args = dict(parts=parts, total=total, SIZE=total.numel(), RUN=run, COUNT=count, BLOCK=BLOCK)
     Launch(sum_parts, (triton.cdiv(total.numel(), BLOCK),), args).run()
     return total

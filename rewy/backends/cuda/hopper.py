@@ -806,7 +806,9 @@ def _described(shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtyp
     """What descriptors of one kind share: to make and check one takes as long as a launch."""
     layout = _tile_layout(*block, dtype) if len(block) == 2 else ROW_LAYOUT
     strides = [*shape[1:], 1]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), [*shape], strides, [*block], layout))
+    return vars(
+        TensorDescriptor(torch.empty(0, dtype=dtype, device="meta"), [*shape], strides, [*block], layout)
+    )
 
 
 def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:

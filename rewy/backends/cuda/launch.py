@@ -31,7 +31,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,13 +41,17 @@ _REMEMBERED = 4096
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+class Recorder(Protocol):
+    def append(self, launch: Launch, /) -> None: ...
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.bound: set[int | None] = set()  # devices whose context this thread has
 
 
 _thread = _Thread()
-_recorded: ContextVar[Any] = ContextVar("recorded_launches", default=None)
+_recorded: ContextVar[Recorder | None] = ContextVar("recorded_launches", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +172,18 @@ def _type_of(arg: Any) -> Any:
 
 
 @contextmanager
-def recording(into: Any = None) -> Iterator[Any]:
-    """Append the launches made inside to `into`, or to a new list, instead of running them."""
-    launches = [] if into is None else into
-    token = _recorded.set(launches)
-    try:
+def recording() -> Iterator[list[Launch]]:
+    """Collect the launches made inside instead of running them."""
+    launches: list[Launch] = []
+    with recorded_by(launches):
         yield launches
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    token = _recorded.set(recorder)
+    try:
+        yield
     finally:
         _recorded.reset(token)
 

@@ -9,28 +9,31 @@ each freed after its last use.
     calls = Calls()
     o, ht, *kept = calls(key, function, tensors)      # as function(*tensors)
 
-A function that is recorded does everything on a device through torch's operators and `Launch`, and decides by its
-tensors' shapes and dtypes alone.
+A function that is recorded does everything on a device through torch's operators, which take tensors one by one, and
+`Launch`, and decides by its tensors' shapes and dtypes alone.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
-from rewy.backends.cuda.direct import Direct
-from rewy.backends.cuda.launch import Launch, bind, described, is_recording, recording
+from rewy.backends.cuda.direct import Direct, hooked
+from rewy.backends.cuda.launch import Launch, bind, described, is_recording, recorded_by
 
 Function = Callable[..., Sequence[Tensor | None]]
 
-_REMEMBERED = 512
+_REMEMBERED = 256
 _ROOM = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.new_empty.default,
@@ -41,25 +44,35 @@ _ROOM = (
 class Calls:
     """Functions of tensors by key, each recorded when it is called with its key for the second time.
 
-    Under one key everything but the tensors' addresses and contents must be the same.
+    Under one key everything but the tensors' addresses and contents must be the same. The keys that were called last
+    are remembered.
     """
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, Program | None] = {}
+        self._programs: OrderedDict[Hashable, Program | None] = OrderedDict()
+        self._lock = Lock()
 
     def __call__(self, key: Hashable, function: Function, tensors: Sequence[Tensor | None]) -> list[Any]:
-        # Recorded kernels may count on alignment. And what `recording` wants are the launches.
-        if is_recording() or any(t.data_ptr() % 16 for t in tensors if t is not None):
+        """What function(*tensors) returns. Raises what it raises, and RuntimeError where a replayed launch fails."""
+        if _must_not_replay(tensors):
             return [*function(*tensors)]
-        program = self._programs.get(key)
+        with self._lock:
+            again = key in self._programs
+            program = self._programs.setdefault(key, None)
+            self._programs.move_to_end(key)
+            if len(self._programs) > _REMEMBERED:
+                self._programs.popitem(last=False)
+        if not again:  # not worth recording yet; and this call compiles
+            return [*function(*tensors)]
         if program is None:
-            if key not in self._programs:  # not worth it yet; and this call compiles
-                if len(self._programs) >= _REMEMBERED:
-                    self._programs.clear()
-                self._programs[key] = None
-                return [*function(*tensors)]
             program = self._programs[key] = Program(function, tensors)
         return program(tensors)
+
+
+def _must_not_replay(tensors: Sequence[Tensor | None]) -> bool:
+    """Where someone wants the launches, or hides operators from a recording, or kernels may not count on alignment."""
+    hidden = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+    return is_recording() or hidden or any(t.data_ptr() % 16 for t in tensors if t is not None)
 
 
 @dataclass
@@ -96,7 +109,7 @@ class Kernel:
     direct: Direct | None = None
 
     def __call__(self, values: list[Any], device: torch.device, stream: int | None) -> None:
-        if self.direct is not None and self.direct.usable():
+        if self.direct is not None and not hooked():  # a hook of Triton's is told by its own launcher
             self.direct.run([values[n].data_ptr() for n in self.uses], stream)
             return
         args = {**self.launch.args}
@@ -124,7 +137,7 @@ class Program:
 
     def __init__(self, function: Function, tensors: Sequence[Tensor | None]) -> None:
         tape = _Tape([None if t is None else torch.empty_like(t, device="meta") for t in tensors])
-        with recording(tape), tape:
+        with recorded_by(tape), tape:
             returned = function(*tape.inputs)
         self._count = len(tape.known)
         self._returned = [None if t is None else tape.number(t) for t in returned]
@@ -187,7 +200,7 @@ class Program:
 
 
 class _Tape(TorchDispatchMode):
-    """Torch's operators and, as the list that `recording` fills, kernel launches, in their order."""
+    """Torch's operators and, as their recorder, kernel launches, in their order."""
 
     def __init__(self, inputs: list[Tensor | None]) -> None:
         super().__init__()
@@ -203,6 +216,11 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        if len(places) < sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            raise TypeError(f"{func} has tensors in a list or by name, which is not recorded")
+        if "device" in kwargs and torch.device(kwargs["device"]).type != "meta":
+            raise TypeError(f"{func} makes a tensor on {kwargs['device']}, not where the others are")
         result = func(*args, **kwargs)
         if func is torch.ops.aten.detach.default:  # how torch.empty hands over what it has made
             self._held.append(result)
@@ -210,7 +228,6 @@ class _Tape(TorchDispatchMode):
             return result
         many = isinstance(result, list | tuple)
         results = [self._new(t) for t in (result if many else [result])]
-        places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         others = [None if i in places else arg for i, arg in enumerate(args)]
         uses = [self.number(args[i]) for i in places]
         self.steps.append(Operator(func, others, kwargs, places, uses, results, many))

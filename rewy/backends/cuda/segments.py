@@ -96,7 +96,7 @@ def both(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, do: Tensor, dht: Tensor | None,
     kept: list[Tensor], chunks: Chunks, tiles: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`."""
+    """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`, in its units."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
     M = transitions(p, gated, Ti, chunks, tiles)
     dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
