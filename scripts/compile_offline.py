@@ -48,8 +48,8 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SPILLS = {
     "forward_pass": 80,
     "channel_keys": 104,
-    "pair_scores": 720,
-    "score_gradients": 32,
+    "pair_scores": 752,
+    "score_gradients": 96,
     "key_gradients": 2344,
     "state_forward": 200,
     "state_reverse": 16,
