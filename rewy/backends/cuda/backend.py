@@ -11,7 +11,7 @@ formed again, unless `disable_recompute` keeps them too. `segments` and `spans` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ class CudaBackend:
         return Gradients(*self._called(("backward", problem), stages, (do, dht, *x, *kept)))
 
     def _called(
-        self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: tuple[Tensor | None, ...]
+        self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: Iterable[Tensor | None]
     ) -> Any:
         """What the stages return. A planner, the problem and dtypes determine all that they do."""
-        tensors = tuple([None if t is None else t.contiguous() for t in tensors])
+        tensors = _contiguous(tensors)
         return self.calls((*key, *[None if t is None else t.dtype for t in tensors]), stages, tensors)
 
     def _forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -127,7 +127,7 @@ class CudaBackend:
         return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
-        return step(problem, _contiguous(x))
+        return step(problem, Operands(*_contiguous(x)))  # type: ignore[arg-type]
 
     def _plan(self, problem: Problem, x: Operands) -> Plan:
         chosen = self.planner(problem, limits_of(problem.device))
@@ -135,5 +135,5 @@ class CudaBackend:
         return chosen if x.write is None or x.write.dtype is problem.dtype else chosen.portable()
 
 
-def _contiguous(x: Operands) -> Operands:
-    return Operands(*(None if t is None else t.contiguous() for t in x))  # type: ignore[arg-type]
+def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.contiguous() for t in tensors]

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rewy.backends.cuda.chunks import Chunks
 from rewy.backends.cuda.gates import LANES, Gated, by_channel
-from rewy.backends.cuda.launch import Launch
+from rewy.backends.cuda.launch import Launch, described
 from rewy.backends.cuda.plan import Pipeline
 from rewy.backends.cuda.state import digits
 from rewy.problem import Gate, Operands, Problem
@@ -796,19 +796,15 @@ def _numbers(t: Tensor | None) -> TensorDescriptor | None:
 
 
 def _descriptor(t: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(_described(shape, block, t.dtype), base=t)
-    return made
+    return described(_template(shape, block, t.dtype), t)
 
 
 @lru_cache(maxsize=4096)
-def _described(shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
+def _template(shape: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype) -> TensorDescriptor:
     """What descriptors of one kind share: to make and check one takes as long as a launch."""
     layout = _tile_layout(*block, dtype) if len(block) == 2 else ROW_LAYOUT
-    strides = [*shape[1:], 1]
-    return vars(
-        TensorDescriptor(torch.empty(0, dtype=dtype, device="meta"), [*shape], strides, [*block], layout)
-    )
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return TensorDescriptor(nothing, [*shape], [*shape[1:], 1], [*block], layout)
 
 
 def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -107,7 +107,7 @@ class Launch:
             if device.type != "cuda":  # Triton's interpreter
                 self.kernel[self.grid](**self.args, **self.options)
                 return
-            with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+            with on(device):
                 self._run_compiled(device)
 
     def _run_compiled(self, device: torch.device) -> None:
@@ -128,6 +128,11 @@ class Launch:
     def compile(self) -> Any:
         """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
         return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Where this CUDA device is the current one."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def bind(device: torch.device) -> None:

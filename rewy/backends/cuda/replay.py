@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
 from rewy.backends.cuda.direct import Direct, hooked
-from rewy.backends.cuda.launch import Launch, bind, described, is_recording, recorded_by
+from rewy.backends.cuda.launch import Launch, bind, described, is_recording, on, recorded_by
 
 Function = Callable[..., Sequence[Tensor | None]]
 
@@ -105,6 +105,7 @@ class Kernel:
     launch: Launch
     names: list[str]
     uses: list[int]
+    results: ClassVar[tuple[int, ...]] = ()
     has_run: bool = False
     direct: Direct | None = None
 
@@ -150,10 +151,9 @@ class Program:
         if cuda:
             bind(device)
             stream = driver.active.get_current_stream(device.index)
-        away = cuda and device.index != torch.cuda.current_device()
         values: list[Any] = [*tensors, *[None] * (self._count - len(tensors))]
         empty = torch.empty
-        with torch.cuda.device(device) if away else nullcontext():
+        with on(device) if cuda else nullcontext():
             for stage in self.stages:
                 for n, shape, dtype in stage.room:
                     values[n] = empty(shape, dtype=dtype, device=device)
@@ -169,7 +169,7 @@ class Program:
         stages = [Stage()]
         last: dict[int, int] = {}
         for step in self._needed(tape.steps):
-            last |= dict.fromkeys([*step.uses, *getattr(step, "results", ())], len(stages) - 1)
+            last |= dict.fromkeys([*step.uses, *step.results], len(stages) - 1)
             if isinstance(step, Kernel):
                 stages[-1].kernel = step
                 stages.append(Stage())
@@ -194,8 +194,7 @@ class Program:
                 or not used.isdisjoint(step.results)
             ):
                 needed.append(step)
-                # What only makes room does not look at the tensor that is like it.
-                used |= {*step.uses} if isinstance(step, Kernel) or step.function not in _ROOM else set()
+                used.update(step.uses)
         return needed[::-1]
 
 
@@ -229,7 +228,8 @@ class _Tape(TorchDispatchMode):
         many = isinstance(result, list | tuple)
         results = [self._new(t) for t in (result if many else [result])]
         others = [None if i in places else arg for i, arg in enumerate(args)]
-        uses = [self.number(args[i]) for i in places]
+        # What only makes room does not look at the tensor that is like it.
+        uses = [] if func in _ROOM else [self.number(args[i]) for i in places]
         self.steps.append(Operator(func, others, kwargs, places, uses, results, many))
         return result
 
