@@ -114,15 +114,21 @@ def bench(
     workers: Annotated[
         int, typer.Option(min=0, help="Processes that compile first; then no cold start is seen.")
     ] = 0,
+    operators: Annotated[
+        list[str] | None, typer.Option("--operator", help="Measure this one's points alone; may be repeated.")
+    ] = None,
 ) -> None:
     """Measures a configuration: JSON lines, CSV, Markdown tables and plots."""
+    alone = tuple(operators or ())
     with _complaints():
         from rewy.bench import harness, report, results
         from rewy.bench.config import load
 
         chosen = load(config)
+        if unknown := [name for name in alone if name not in chosen.operators]:
+            raise ValueError(f"--operator: unknown {unknown[0]}; allowed: {', '.join(chosen.operators)}")
         if dry_run:
-            for point, contestant, reason in harness.outlook(chosen):
+            for point, contestant, reason in harness.outlook(chosen, alone):
                 typer.echo(" · ".join((*point.key, contestant)) + (f": {reason}" if reason else ""))
             return
         folder = out or _default_folder(config.stem, resume)
@@ -132,7 +138,7 @@ def bench(
         console = Console(soft_wrap=True, highlight=False)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task(chosen.title, total=len(harness.plan(chosen)))
+            task = progress.add_task(chosen.title, total=len(harness.plan(chosen, alone)))
             outcome = harness.run(
                 chosen,
                 path,
@@ -142,6 +148,7 @@ def bench(
                 resume=resume,
                 deadline=None if time_limit is None else time.monotonic() + time_limit,
                 workers=workers,
+                alone=alone,
             )
         measured = results.load(path)
         if measured.rows:
@@ -158,6 +165,23 @@ def bench(
         raise typer.Exit(1)
     if outcome.stopped == "interrupted":
         raise typer.Exit(130)
+
+
+@app.command()
+def join(
+    out: Annotated[Path, typer.Argument(help="Folder for the whole; it must have no results yet.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders of its parts, from `bench --operator`.")],
+) -> None:
+    """Joins parts of one configuration that were measured apart, as on the devices of one machine side by side."""
+    with _complaints():
+        from rewy.bench import report, results
+
+        path = out / results.FILE
+        if path.exists():
+            raise ValueError(f"{path} exists; results are never overwritten")
+        results.join([results.load(folder) for folder in folders], path)
+        for written in (path, *report.write_beside(results.load(path))):
+            typer.echo(f"wrote {written}")
 
 
 @app.command()

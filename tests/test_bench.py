@@ -334,6 +334,28 @@ def test_a_time_limit_stops_between_points(tmp_path: Path) -> None:
     assert (outcome.finished, outcome.stopped, rows) == (0, "time limit reached", [])
 
 
+def test_parts_measured_apart_join_into_what_one_run_gives(tmp_path: Path) -> None:
+    both = config(operators=("gated_delta_rule", "kda"), levels=("autograd",))
+    for operator in both.operators:
+        outcome, rows = run(tmp_path / operator / FILE, both, alone=(operator,))
+        assert (outcome.finished, outcome.total) == (1, 1)
+        assert {row.operator for row in rows} == {operator}
+    parts = [results.load(tmp_path / operator) for operator in both.operators]
+    whole = tmp_path / "whole" / FILE
+    results.join(parts, whole)
+    assert results.load(whole).rows == parts[0].rows + parts[1].rows
+    outcome, _ = run(whole, both, resume=True)
+    assert (outcome.finished, outcome.total) == (2, 2)
+    with pytest.raises(FileExistsError):
+        results.join(parts, whole)
+    with pytest.raises(ValueError, match="a point stands in two of the parts"):
+        results.join([parts[0], parts[0]], tmp_path / "twice" / FILE)
+    run(tmp_path / "other" / FILE, config(operators=("kda",)), deadline=time.monotonic() - 1)
+    with pytest.raises(ValueError, match=r"are of different runs: config: .*operators was"):
+        results.join([parts[0], results.load(tmp_path / "other")], tmp_path / "mixed" / FILE)
+    assert not (tmp_path / "twice").exists() and not (tmp_path / "mixed").exists()
+
+
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
     path = tmp_path / FILE
     run(path, config(), deadline=time.monotonic() - 1)
@@ -676,3 +698,36 @@ def test_tuned_kernels_are_compiled_in_parts_and_not_run() -> None:
     assert sorted((size, options["num_warps"]) for size, options in compiled) == [
         (size, warps) for size in sizes for warps in (4, 8)
     ]
+
+
+def test_of_kernels_tuned_before_the_pick_alone_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from rewy.bench.contestants import compiling_only
+
+    compiled: list[int] = []
+
+    class Kernel:
+        arg_names = ("x", "BLOCK")
+
+        @staticmethod
+        def fn(x: int, BLOCK: int) -> None: ...
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            compiled.append(options["BLOCK"])
+
+    configs = [triton.Config({"BLOCK": size}) for size in (16, 32, 64)]
+    tuner = triton.autotune(configs, key=["x"])(Kernel())
+
+    def on_disk(key: Any, given: Any, tune: Any) -> bool:
+        if key != (5,):
+            tune()
+        tuner.cache[key] = given[1]
+        return True
+
+    monkeypatch.setattr(tuner, "cache_results", True)
+    monkeypatch.setattr(tuner, "check_disk_cache", on_disk)
+    with compiling_only(lambda what: True):
+        tuner[(1,)](5)
+        assert (compiled, tuner.cache) == ([32], {})
+        tuner[(1,)](6)
+    assert (compiled, tuner.cache) == ([32, 16, 32, 64], {})

@@ -342,7 +342,7 @@ def compiling_only(mine: Mine) -> Iterator[None]:
     def compile_all(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         sizes = self.nargs | {name: arg for name, arg in kwargs.items() if name in self.arg_names}
-        for config in self.prune_configs(kwargs):
+        for config in _left_to_try(self, sizes, self.prune_configs(kwargs)):
             if mine(_described(self.base_fn.__name__, sizes, config)):
                 with suppress(Exception):  # tuning meets it again, and passes over it
                     self.fn.run(*args, **kwargs | config.all_kwargs() | {"warmup": True})
@@ -352,6 +352,25 @@ def compiling_only(mine: Mine) -> Iterator[None]:
         yield
     finally:
         Autotuner.run = tune
+
+
+class _Untuned(Exception):
+    pass
+
+
+def _left_to_try(tuner: Any, sizes: Mapping[str, Any], configs: list[Any]) -> list[Any]:
+    """All configurations, or the one that Triton remembers on disk from tuning the same kernel on such a device."""
+
+    def untuned() -> None:
+        raise _Untuned
+
+    key = [sizes[name] for name in tuner.keys if name in sizes]
+    key += [str(arg.dtype) for arg in sizes.values() if hasattr(arg, "dtype")]
+    if getattr(tuner, "cache_results", False):
+        with suppress(_Untuned):
+            tuner.check_disk_cache(tuple(key), configs, untuned)
+            return [tuner.cache.pop(tuple(key))]
+    return configs
 
 
 class FlashQla(Package):

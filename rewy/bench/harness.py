@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -55,8 +55,8 @@ class Outcome:
     stopped: str = ""
 
 
-def plan(config: Config) -> list[Point]:
-    """All points, in the order of the file: what stands first is measured first."""
+def plan(config: Config, alone: Sequence[str] = ()) -> list[Point]:
+    """All points, or those of these operators alone, in the order of the file: what stands first is measured first."""
     points = []
     for shape in config.shapes:
         operators = [op for op in config.operators if op in (shape.operators or config.operators)]
@@ -70,7 +70,7 @@ def plan(config: Config) -> list[Point]:
             for run in config.model.runs
             for op in config.operators
         ]
-    return points
+    return [p for p in points if p.operator in (alone or config.operators)]
 
 
 def run(
@@ -83,12 +83,16 @@ def run(
     resume: bool = False,
     deadline: float | None = None,
     workers: int = 0,
+    alone: Sequence[str] = (),
 ) -> Outcome:
-    """Measures what `path` does not hold yet. `deadline` is a time.monotonic() after which no point starts."""
+    """Measures what `path` does not hold yet. `deadline` is a time.monotonic() after which no point starts.
+
+    With operators to measure `alone`, only their points count; the others are left for another run.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     clock = clock_for(config.device)
-    points = plan(config)
+    points = plan(config, alone)
     for contestant in config.contestants:  # those who are there set their switches, which the header records
         CONTESTANTS[split_label(contestant)].absent(clock.device)
     if resume and path.exists():
@@ -128,31 +132,18 @@ def _reopen(config: Config, path: Path, say: Say) -> set[tuple[str, str, str, st
     if results.drop_cut_line(path):
         say(f"{path}: dropped a last line that was cut off")
     old = results.load(path)
-    device = results.machine(torch.device(config.device))["device"]
-    for name, before, now in (
-        ("config", old.header["config"], config.model_dump(mode="json")),
-        ("device", old.header["machine"]["device"], device),
-        ("versions", old.header["versions"], versions()),
-        ("commit", old.header["commit"], results.commit()),
-    ):
-        if before != now:
-            raise ValueError(f"--resume: {path} was made with another {name}: {_difference(before, now)}")
+    now = results.header(config, {}, versions(), switches(), command="")
+    if difference := results.difference(old.header, now):
+        raise ValueError(f"--resume: {path} was made with another {difference}")
     return {row.key for row in old.rows}
 
 
-def _difference(before: object, now: object) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
-        return "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in names)
-    return f"was {before!r}, is {now!r}"
-
-
-def outlook(config: Config) -> list[tuple[Point, str, str]]:
+def outlook(config: Config, alone: Sequence[str] = ()) -> list[tuple[Point, str, str]]:
     """(point, contestant, why it will not be measured or "") for every contestant, without running any."""
     if config.device != "cpu":
         module_of(config.device)
     found = []
-    for point in plan(config):
+    for point in plan(config, alone):
         case = _case(config, point, torch.device(config.device))
         for contestant in point.contestants:
             found.append((point, contestant, _refusal(split_label(contestant), case) or ""))

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -122,6 +122,37 @@ def header(config: Any, ceilings: dict[str, float], versions: dict[str, str], sw
         "ceilings": ceilings,
         "config": config.model_dump(mode="json"),
     }
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """In what two headers are of different runs, or "": configuration, device, versions or commit."""
+    for name, of in (
+        ("config", lambda header: header["config"]),
+        ("device", lambda header: header["machine"]["device"]),
+        ("versions", lambda header: header["versions"]),
+        ("commit", lambda header: header["commit"]),
+    ):
+        a, b = of(before), of(now)
+        if a == b:
+            continue
+        if isinstance(a, dict):
+            names = [n for n in {**a, **b} if a.get(n) != b.get(n)]
+            return f"{name}: " + "; ".join(f"{n} was {a.get(n)!r}, is {b.get(n)!r}" for n in names)
+        return f"{name}: was {a!r}, is {b!r}"
+    return ""
+
+
+def join(parts: Sequence[Results], path: Path) -> None:
+    """One file of parts of a grid that were measured apart; ValueError unless they are of one run."""
+    first, *others = parts
+    for other in others:
+        if differs := difference(first.header, other.header):
+            raise ValueError(f"{other.path} and {first.path} are of different runs: {differs}")
+    rows = [row for part in parts for row in part.rows]
+    if len({row.key for row in rows}) < len(rows):
+        raise ValueError("a point stands in two of the parts: join takes parts that have none in common")
+    create(path, first.header)
+    append(path, rows)
 
 
 def create(path: Path, header: dict[str, Any]) -> None:
