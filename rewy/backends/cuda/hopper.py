@@ -238,6 +238,7 @@ def forward_chunks(
     NT = gl.cdiv(length, BT)
     dtype: gl.constexpr = x_s.dtype
     FACTORS: gl.constexpr = DECAY and not BY_CHANNEL
+    TWO: gl.constexpr = dtype == gl.bfloat16 and not DECAY and not BY_CHANNEL
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     u_16 = gl.zeros([BV, BT], dtype, c_acc)
@@ -275,7 +276,7 @@ def forward_chunks(
         else:
             b_u = warpgroup_mma_wait(0, (b_u,))
         u_16 = b_u.to(dtype)
-        if u2_out is not None:
+        if u2_out is not None or TWO:
             u2_16 = (b_u - u_16.to(gl.float32)).to(dtype)
         if FACTORS:
             k_u = (b_u * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc)).to(dtype)
@@ -289,6 +290,9 @@ def forward_chunks(
             S = warpgroup_mma(k_u, kt_s.index(slot_late), S, is_async=True)
         else:
             S = warpgroup_mma(k_u, x_s.index(slot), S, is_async=True)
+            if TWO:
+                k_u2 = gl.convert_layout(u2_16, k_left, assert_trivial=True)
+                S = warpgroup_mma(k_u2, x_s.index(slot), S, is_async=True)
         if o_out is not None:
             if FACTORS:
                 b_o = b_o * by_column(f_s.index(slot).slice(3 * BT, BT), c_acc)
@@ -540,6 +544,7 @@ def reverse_chunks(
     power = scale / unit
     dtype: gl.constexpr = do_s.dtype
     FACTORS: gl.constexpr = DECAY and not BY_CHANNEL
+    TWO: gl.constexpr = dtype == gl.bfloat16 and not DECAY and not BY_CHANNEL
     c_left: gl.constexpr = gl.DotOperandLayout(0, c_acc, 2)
     k_left: gl.constexpr = gl.DotOperandLayout(0, k_acc, 2)
     b_do, q_do = receive_reverse(
@@ -565,6 +570,9 @@ def reverse_chunks(
         hand_over(dr_out, dr_16)
         fence_async_shared()
         mbarrier.arrive(left)
+        if TWO:
+            dS2_left = gl.convert_layout((dS - dS_16.to(gl.float32)).to(dtype), c_left, assert_trivial=True)
+            b_du = warpgroup_mma(dS2_left, kt_s.index(slot).permute((1, 0)), b_du, is_async=True)
         if DECAY:
             dS = dS * last_decay(e_s.index(slot), k_acc, BY_CHANNEL)
         dS = warpgroup_mma(

@@ -173,6 +173,7 @@ def row_keys(
 ):
     BK: gl.constexpr = 64
     NK: gl.constexpr = K // BK
+    BV: gl.constexpr = u.block_shape[1]
     DECAY: gl.constexpr = dg is not None
     COPY: gl.constexpr = dq is not None
     dtype: gl.constexpr = q.dtype
@@ -193,21 +194,20 @@ def row_keys(
     k_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
     A_s = gl.allocate_shared_memory(dtype, [BT, BT], dA.layout)
     L_s = gl.allocate_shared_memory(dtype, [BT, BT], dL.layout)
-    do_s = gl.allocate_shared_memory(dtype, [BT, V], do.layout)
-    dr_s = gl.allocate_shared_memory(dtype, [BT, V], dr.layout)
-    u_s = gl.allocate_shared_memory(dtype, [BT, V], u.layout)
-    s_s = gl.allocate_shared_memory(dtype, [BK, V], s.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [BK, V], ds.layout)
-    before, after, within = barrier(), barrier(), barrier()
+    do_s = gl.allocate_shared_memory(dtype, [BT, BV], do.layout)
+    dr_s = gl.allocate_shared_memory(dtype, [BT, BV], dr.layout)
+    u_s = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)
+    s_s = gl.allocate_shared_memory(dtype, [BK, BV], s.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [BK, BV], ds.layout)
+    states, within = barrier(), barrier()
     fence_async_shared()
     thread_barrier()
-    mbarrier.expect(before, 2 * V * (2 * BT + BK))
-    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], before, s_s)
-    tma.async_copy_global_to_shared(do, [start, i_hv * V], before, do_s)
-    tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], before, dr_s)
-    mbarrier.expect(after, 2 * V * (BT + BK))
-    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], after, u_s)
-    tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], after, ds_s)
+    mbarrier.expect(states, 2 * BV * (3 * BT + 2 * BK))
+    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], states, s_s)
+    tma.async_copy_global_to_shared(do, [start, i_hv * V], states, do_s)
+    tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], states, dr_s)
+    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], states, u_s)
+    tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], states, ds_s)
     mbarrier.expect(within, 4 * BT * (BK + BT))
     tma.async_copy_global_to_shared(k, [start, i_h * K + i_k * BK], within, k_s)
     tma.async_copy_global_to_shared(q, [start, i_h * K + i_k * BK], within, q_s)
@@ -227,32 +227,42 @@ def row_keys(
     b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
     b_a = gl.expand_dims(gl.load(diagonal + i_ch.to(gl.int64) * BT + o_t), 1)
 
-    # what passes through the states: [BT,BK]
-    mbarrier.wait(before, 0)
-    mbarrier.wait(after, 0)
+    # what passes through the states, [BT,BK], one tile of values after the other
     mbarrier.wait(within, 0)
     if rows < BT:
-        clear_tail(do_s, rows)
         clear_tail(q_s, rows)
         clear_tail(k_s, rows)
-        fence_async_shared()
-        thread_barrier()
     zeros = gl.zeros([BT, BK], gl.float32, acc)
-    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if DECAY:
-        ss = gl.zeros([BK], gl.float32, gl.SliceLayout(1, flat))
-        for i in gl.static_range(V // 64):
-            b_s = s_s.slice(i * 64, 64, 1).load(flat).to(gl.float32)
-            ss += gl.sum(b_s * ds_s.slice(i * 64, 64, 1).load(flat).to(gl.float32), 1)
-        ss = gl.convert_layout(ss, by_column)
-    b_dq, b_E, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_dk))
-    thread_barrier()
+    b_dq, b_E, b_dk = zeros, zeros, zeros
+    ss = gl.zeros([BK], gl.float32, gl.SliceLayout(1, flat))
+    for i_v in gl.static_range(V // BV):
+        mbarrier.wait(states, i_v % 2)
+        if rows < BT:
+            clear_tail(do_s, rows)
+            fence_async_shared()
+            thread_barrier()
+        b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=i_v > 0, is_async=True)
+        b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=i_v > 0, is_async=True)
+        b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=i_v > 0, is_async=True)
+        if DECAY:
+            for i in gl.static_range(BV // 64):
+                b_s = s_s.slice(i * 64, 64, 1).load(flat).to(gl.float32)
+                ss += gl.sum(b_s * ds_s.slice(i * 64, 64, 1).load(flat).to(gl.float32), 1)
+        b_dq, b_E, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_dk))
+        thread_barrier()
+        if i_v + 1 < V // BV:
+            o_v = (i_v + 1) * BV
+            mbarrier.expect(states, 2 * BV * (3 * BT + 2 * BK))
+            tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, o_v], states, s_s)
+            tma.async_copy_global_to_shared(do, [start, i_hv * V + o_v], states, do_s)
+            tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], states, dr_s)
+            tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], states, u_s)
+            tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, o_v], states, ds_s)
+    ss = gl.convert_layout(ss, by_column)
 
     # what passes between the chunk's rows, on top of it
     b_k = k_s.load(acc).to(gl.float32)
-    kp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
+    kp_s = do_s._reinterpret(dtype, [BT, BK], tile)
     kp_s.store((b_b * b_k).to(dtype))
     b_dk = b_dk * (unit * exp(b_Gl - b_G))
     b_f = exp(b_G)
@@ -339,6 +349,7 @@ def channel_keys(
 ):
     BK: gl.constexpr = 64
     NK: gl.constexpr = K // BK
+    BV: gl.constexpr = u.block_shape[1]
     COPY: gl.constexpr = dq is not None
     dtype: gl.constexpr = q.dtype
     i_k = gl.program_id(0) % NK
@@ -359,11 +370,16 @@ def channel_keys(
     k_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
     A_s = gl.allocate_shared_memory(dtype, [BT, BT], dA.layout)
     L_s = gl.allocate_shared_memory(dtype, [BT, BT], dL.layout)
-    do_s = gl.allocate_shared_memory(dtype, [BT, V], do.layout)
-    dr_s = gl.allocate_shared_memory(dtype, [BT, V], dr.layout)
-    u_s = gl.allocate_shared_memory(dtype, [BT, V], u.layout)
-    s_s = gl.allocate_shared_memory(dtype, [BK, V], s.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [BK, V], ds.layout)
+    # each has room for two tiles of keys, or one in fp32, which will take its place
+    do_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
+    dr_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
+    u_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
+    ds_m = gl.allocate_shared_memory(dtype, [BK, 2 * BK], tile)
+    do_s = do_m._reinterpret(dtype, [BT, BV], do.layout)
+    dr_s = dr_m._reinterpret(dtype, [BT, BV], dr.layout)
+    u_s = u_m._reinterpret(dtype, [BT, BV], u.layout)
+    ds_s = ds_m._reinterpret(dtype, [BK, BV], ds.layout)
+    s_s = gl.allocate_shared_memory(dtype, [BK, BV], s.layout)
     ss_s = gl.allocate_shared_memory(gl.float32, [BK], row)
     # one for each tile: threads need not meet between two copies
     has_k, has_q, has_s, has_do, has_dr = barrier(), barrier(), barrier(), barrier(), barrier()
@@ -372,13 +388,13 @@ def channel_keys(
     thread_barrier()
     mbarrier.expect(has_k, 2 * BT * BK)
     mbarrier.expect(has_q, 2 * BT * BK)
-    mbarrier.expect(has_s, 2 * BK * V)
-    mbarrier.expect(has_do, 2 * BT * V)
-    mbarrier.expect(has_dr, 2 * BT * V)
+    mbarrier.expect(has_s, 2 * BK * BV)
+    mbarrier.expect(has_do, 2 * BT * BV)
+    mbarrier.expect(has_dr, 2 * BT * BV)
     mbarrier.expect(has_A, 2 * BT * BT)
     mbarrier.expect(has_L, 2 * BT * BT)
-    mbarrier.expect(has_u, 2 * BT * V)
-    mbarrier.expect(has_ds, 2 * BK * V)
+    mbarrier.expect(has_u, 2 * BT * BV)
+    mbarrier.expect(has_ds, 2 * BK * BV)
     tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], has_s, s_s)
     tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], has_dr, dr_s)
     thread_barrier()  # or the compiler puts these off to what follows
@@ -434,6 +450,41 @@ def channel_keys(
         clear_tail(k_s, rows)
         fence_async_shared()
         thread_barrier()
+    # all but the last tile of values
+    zeros = gl.zeros([BT, BK], gl.float32, acc)
+    b_dq, b_E, b_dk = zeros, zeros, zeros
+    b_sum = gl.zeros([BK], gl.float32, by_row)
+    NV: gl.constexpr = V // BV
+    for i_v in gl.static_range(NV - 1):
+        mbarrier.wait(has_s, i_v % 2)
+        mbarrier.wait(has_do, i_v % 2)
+        mbarrier.wait(has_dr, i_v % 2)
+        mbarrier.wait(has_u, i_v % 2)
+        mbarrier.wait(has_ds, i_v % 2)
+        if rows < BT:
+            clear_tail(do_s, rows)
+            fence_async_shared()
+            thread_barrier()
+        b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=i_v > 0, is_async=True)
+        b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=i_v > 0, is_async=True)
+        b_ss = warpgroup_mma(s_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=i_v > 0, is_async=True)
+        b_dq, b_E, b_ss, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_ss, b_dk))
+        thread_barrier()
+        o_v = (i_v + 1) * BV
+        mbarrier.expect(has_s, 2 * BK * BV)
+        mbarrier.expect(has_do, 2 * BT * BV)
+        mbarrier.expect(has_dr, 2 * BT * BV)
+        mbarrier.expect(has_u, 2 * BT * BV)
+        mbarrier.expect(has_ds, 2 * BK * BV)
+        tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, o_v], has_s, s_s)
+        tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], has_dr, dr_s)
+        tma.async_copy_global_to_shared(do, [start, i_hv * V + o_v], has_do, do_s)
+        tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], has_u, u_s)
+        tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, o_v], has_ds, ds_s)
+        b_sum += gl.sum(gl.where(o_t[:, None] == o_j[None, :], b_ss, 0.0), 1)
+    LAST: gl.constexpr = (NV - 1) % 2
+
     b_k = wide(k_s.load(acc))
     b_e = b_G * LOG2_E - gl.expand_dims(b_c, 0)
     b_p, b_n = gl.exp2(b_e), gl.exp2(-b_e)
@@ -445,26 +496,25 @@ def channel_keys(
         b_kp = (b_b * b_k * b_p).to(dtype)
     b_f = gl.expand_dims(gl.exp2(b_c), 0)
     # what passes through the state before the chunk: [BT,BK]
-    mbarrier.wait(has_s, 0)
-    mbarrier.wait(has_do, 0)
-    mbarrier.wait(has_dr, 0)
+    mbarrier.wait(has_s, LAST)
+    mbarrier.wait(has_do, LAST)
+    mbarrier.wait(has_dr, LAST)
     if rows < BT:
         clear_tail(do_s, rows)
         fence_async_shared()
         thread_barrier()
-    zeros = gl.zeros([BT, BK], gl.float32, acc)
-    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=NV > 1, is_async=True)
+    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=NV > 1, is_async=True)
     b_dq, b_E = warpgroup_mma_wait(0, (b_dq, b_E))
     thread_barrier()
     KEEP_ERASE: gl.constexpr = CHANNEL_ERASE and b.dtype.element_ty == dtype
-    kp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
-    qp_s = do_s._reinterpret(dtype, [2, BT, BK], tile).index(1)
-    kn_s = dr_s._reinterpret(dtype, [2, BT, BK], tile).index(0)
-    do_s.store(side_by_side(b_kp, b_qp))
+    kp_s = do_m._reinterpret(dtype, [2, BT, BK], tile).index(0)
+    qp_s = do_m._reinterpret(dtype, [2, BT, BK], tile).index(1)
+    kn_s = dr_m._reinterpret(dtype, [2, BT, BK], tile).index(0)
+    do_m.store(side_by_side(b_kp, b_qp))
     if KEEP_ERASE:
-        b_s = dr_s._reinterpret(dtype, [2, BT, BK], tile).index(1)
-        dr_s.store(side_by_side(b_kn, b_b))
+        b_s = dr_m._reinterpret(dtype, [2, BT, BK], tile).index(1)
+        dr_m.store(side_by_side(b_kn, b_b))
     else:
         kn_s.store(b_kn)
     b_dq = b_dq * (scale * b_f)
@@ -473,12 +523,12 @@ def channel_keys(
     # ... through the state after it, and between its rows on top of the former
     mbarrier.wait(has_A, 0)
     mbarrier.wait(has_L, 0)
-    mbarrier.wait(has_u, 0)
-    mbarrier.wait(has_ds, 0)
+    mbarrier.wait(has_u, LAST)
+    mbarrier.wait(has_ds, LAST)
     fence_async_shared()
     thread_barrier()
     b_ss = warpgroup_mma(s_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=NV > 1, is_async=True)
     b_dq = warpgroup_mma(A_s, kn_s, b_dq, is_async=True)
     b_E = warpgroup_mma(L_s, kn_s, b_E, is_async=True)
     b_x = warpgroup_mma(A_s.permute((1, 0)), qp_s, zeros, use_acc=False, is_async=True)
@@ -492,9 +542,9 @@ def channel_keys(
     b_dk = b_dk * gl.expand_dims(exp(b_Gl - b_c), 0)
     b_n = reciprocal(b_p)
     thread_barrier()
-    gi_s = u_s._reinterpret(gl.float32, [BT, BK], wide_tile)
-    go_s = ds_s._reinterpret(gl.float32, [BT, BK], wide_tile)
-    ss_s.store(gl.sum(b_ss, 1))
+    gi_s = u_m._reinterpret(gl.float32, [BT, BK], wide_tile)
+    go_s = ds_m._reinterpret(gl.float32, [BT, BK], wide_tile)
+    ss_s.store(b_sum + gl.sum(b_ss, 1))
     go_s.store(wide(k_s.load(acc)) * (b_dk * b_n))
     b_dq, b_E, b_x = warpgroup_mma_wait(0, (b_dq, b_E, b_x))
     b_gi = wide(qp_s.load(acc)) * b_dq + wide(kp_s.load(acc)) * b_E
@@ -566,7 +616,7 @@ def channel_keys(
         store_rows(dg + i_g * K + o_rc, b_dg, o_r < rows)
     else:
         # the copy engine's layout: no thread reads what lies here any more
-        dg_s = do_s._reinterpret(gl.float32, [BT, BK], dg_tiles.layout)
+        dg_s = do_m._reinterpret(gl.float32, [BT, BK], dg_tiles.layout)
         dg_s.store(b_dg)
         fence_async_shared()
         thread_barrier()
@@ -575,11 +625,11 @@ def channel_keys(
     # The compiler does not see that these hold other tiles too, nor that the copy engine reads them until here.
     q_s._keep_alive()
     k_s._keep_alive()
-    do_s._keep_alive()
-    dr_s._keep_alive()
-    u_s._keep_alive()
+    do_m._keep_alive()
+    dr_m._keep_alive()
+    u_m._keep_alive()
     s_s._keep_alive()
-    ds_s._keep_alive()
+    ds_m._keep_alive()
     A_s._keep_alive()
     L_s._keep_alive()
 
@@ -590,12 +640,13 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
     channel = made["BY_CHANNEL"]
     others = ("unit",) if channel else ("CHANNEL_ERASE", "LIMIT")
     general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", *others)
+    BV = min(p.V, 128)
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
     args = {name: arg for name, arg in made.items() if name not in general} | dict(
         q=tiled(made["q"], p.H * p.K),
         k=tiled(made["k"], p.H * p.K),
-        do=tiled(made["do"], p.HV * p.V, columns=p.V),
-        **{name: tiled(made[name], p.V, columns=p.V) for name in ("u", "dr", "s", "ds")},
+        do=tiled(made["do"], p.HV * p.V, columns=BV),
+        **{name: tiled(made[name], p.V, columns=BV) for name in ("u", "dr", "s", "ds")},
         **{name: tiled(made[name], C) for name in ("dA", "dL")},
         **{name: tiled(made[name], p.HV * p.K) if copied else None for name in ("dq", "dk")},
         p_dq=made["dq"],

@@ -112,7 +112,10 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
         # With 168 registers three programs fit a multiprocessor.
         pairs = replace(pairs, registers=168)
         if 128 <= problem.V <= 256:
-            scores, keys = replace(scores, BV=128), _plain_keys(problem, keys)
+            keys = _plain_keys(problem, keys)
+            channel = Gate.CHANNEL in (problem.operator.decay, problem.operator.erase)
+            # By channel a tile of values has two of U.
+            scores = replace(scores, registers=168) if channel else replace(scores, BV=128)
         if sequential.stages == 1 and K > 128:
             # Triton 3.6 and this form read past the end of narrower tiles.
             sequential = replace(sequential, BV=min(V, 64))
@@ -197,7 +200,7 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),
-        keys_on_hopper=problem.V == 128 and limits.shared >= hopper_gradients.SHARED,
+        keys_on_hopper=problem.V in (64, 128, 256) and limits.shared >= hopper_gradients.SHARED,
     )
 
 

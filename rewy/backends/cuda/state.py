@@ -5,8 +5,9 @@
 
 One program walks one sequence with one head's slice of BV value channels; slices never meet. R and dU are formed
 in fp32, and rounded only where T mixes rows: the kernels take `Ti`, T without the ones of its diagonal, and add its
-product to R or dU itself. dS is in units of `unit` throughout. `hopper` has the same passes for the card it is named
-after; the plan says which.
+product to R or dU itself. dS is in units of `unit` throughout. Where nothing decays, what rounding adds to a state
+stays there: in bf16 S takes U, and dU takes dS, in leading and following digits (`TWO`). `hopper` has the same passes
+for the card it is named after; the plan says which.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def state_forward(
     o_u = o_t[:, None] * V + o_v[None, :]
     o_c = o_t[:, None] * BT + o_t[None, :]
     dtype = x.dtype.element_ty
+    TWO: tl.constexpr = dtype == tl.bfloat16 and e is None and not BY_CHANNEL
 
     if v is None:
         b_s = (o_k[:, None] == o_v[None, :]).to(tl.float32)
@@ -172,6 +174,8 @@ def state_forward(
         else:
             b_kt = b_x
         b_s = tl.dot(tl.trans(b_kt), (f_k * b_u).to(dtype), b_e * b_s, input_precision=PRECISION)
+        if TWO:
+            b_s = tl.dot(tl.trans(b_kt), (b_u - b_u.to(dtype).to(tl.float32)).to(dtype), b_s)
     if ht is not None:
         tl.store(ht + i_ph.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
@@ -226,6 +230,7 @@ def state_reverse(
     o_c = o_t[:, None] * BT + o_t[None, :]
     o_o = o_t[:, None] * (HV * V) + o_v[None, :]
     dtype = do.dtype.element_ty
+    TWO: tl.constexpr = dtype == tl.bfloat16 and e is None and not BY_CHANNEL
 
     if dht is None:
         b_ds = tl.zeros([BK, BV], dtype=tl.float32)
@@ -251,7 +256,10 @@ def state_reverse(
         b_dsd = b_ds.to(dtype)
         if ds is not None:
             tl.store(ds + i_ch * K * V + o_s, b_dsd, mask=m_s)
-        b_du = f_k * tl.dot(b_kt, b_dsd, input_precision=PRECISION)
+        b_du = tl.dot(b_kt, b_dsd, input_precision=PRECISION)
+        if TWO:
+            b_du = tl.dot(b_kt, (b_ds - b_dsd.to(tl.float32)).to(dtype), b_du)
+        b_du *= f_k
         b_du = tl.dot(tl.trans(b_A), b_do, b_du, input_precision=PRECISION)
         b_dr = tl.dot(tl.trans(b_T), b_du.to(dtype), b_du, input_precision=PRECISION)
         if dr is not None:
