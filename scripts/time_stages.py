@@ -4,23 +4,27 @@
     scripts/time_stages.py kda                      # 1×32768 tokens, 32 heads, K = V = 128, bf16
     scripts/time_stages.py gated_delta_rule --T 4096 --algebra conventional
 
-Medians by device events, without autograd; the order is that of the launches. Inputs: unit q and k,
-g = logsigmoid(randn + 3), gates sigmoid(randn).
+A table of what each moves and multiplies, and of its share of what a large copy and a large matrix product reach here.
+Medians by device events, without autograd; launches of one kernel are added up. Inputs: unit q and k,
+g = logsigmoid(randn + 3), gates sigmoid(randn); kernels for far-apart gates find none among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from statistics import median
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
 from rewy.backends.cuda import backend
-from rewy.backends.cuda.launch import recording
-from rewy.problem import OPERATORS, Gate, Operands, Options, describe
+from rewy.backends.cuda.launch import Launch, recording
+from rewy.bench.clock import ceilings, clock_for
+from rewy.problem import OPERATORS, Gate, Operands, Options, Problem, describe
 
 
 def operands(operator: str, B: int, T: int, H: int, K: int, V: int) -> Operands:
@@ -53,14 +57,78 @@ def milliseconds(run: Callable[[], object], repeats: int = 11) -> float:
     return median(times)
 
 
-def report(title: str, run: Callable[[], object]) -> None:
+# Products of matrices a chunk and head takes, in multiply-adds, from chunk rows C and channels K, V: those of the
+# formulas, so that what a kernel computes twice or in several digits counts once.
+PRODUCTS: dict[str, Callable[[int, int, int], int]] = {
+    "pair_scores": lambda C, K, V: 2 * C * C * K + 2 * int(math.log2(C)) * C**3,
+    "states": lambda C, K, V: 2 * C * K * V + C * C * V,
+    "outputs": lambda C, K, V: 3 * C * K * V + 2 * C * C * V,
+    "reverse": lambda C, K, V: 3 * C * K * V + 2 * C * C * V,
+    "score_gradients": lambda C, K, V: 2 * C * C * V,
+    "keys": lambda C, K, V: 3 * C * K * V + 4 * C * C * K,
+}
+KINDS = {
+    "forward_pass": "states",
+    "state_forward": "states",
+    "reverse_pass": "reverse",
+    "state_reverse": "reverse",
+    "row_keys": "keys",
+    "channel_keys": "keys",
+    "key_gradients": "keys",
+}
+
+
+def moved(launch: Launch) -> int:
+    """Bytes of all tensors of a launch: what has to come and go at least, were each met once."""
+    if launch.args.get("FAR"):
+        return 0
+    tensors = {id(t): t for arg in launch.args.values() if isinstance(t := getattr(arg, "base", arg), Tensor)}
+    return sum(t.nbytes for t in tensors.values())
+
+
+def multiplied(launch: Launch, problem: Problem) -> int:
+    """Floating-point operations of the products in a launch."""
+    kind = KINDS.get(launch.name, launch.name)
+    if kind == "states" and launch.args.get("o") is not None:
+        kind = "outputs"
+    if kind not in PRODUCTS or launch.args.get("FAR"):
+        return 0
+    chunks = launch.grid[0] // triton.cdiv(problem.K, 64) if kind == "keys" else launch.grid[0]
+    if kind in ("states", "outputs", "reverse"):  # one program walks a sequence, or a span of it
+        s = launch.args["A"] if kind != "states" else launch.args["Ti"]
+        chunks = getattr(s, "base", s).numel() // problem.chunk_size**2
+    return 2 * chunks * PRODUCTS[kind](problem.chunk_size, problem.K, problem.V)
+
+
+def report(title: str, problem: Problem, run: Callable[[], object], limits: dict[str, float]) -> None:
     run()  # compiles
-    print(f"{title:<20} {milliseconds(run):8.3f} ms")
+    print(f"\n| {title} | ms | GB | TB/s | of copy | GFLOP | TFLOP/s | of matmul |\n| --- |" + " ---: |" * 7)
     with recording() as launches:
         run()
+    rows: dict[str, list[float]] = {}
     # In their order each finds its inputs computed by those before it.
     for launch in launches:
-        print(f"  {launch.name:<18} {milliseconds(launch.run):8.3f} ms")
+        name = launch.name + (" (far gates)" if launch.args.get("FAR") else "")
+        row = rows.setdefault(name, [0.0, 0.0, 0.0])
+        for i, figure in enumerate(
+            (milliseconds(launch.run), moved(launch) / 1e9, multiplied(launch, problem) / 1e9)
+        ):
+            row[i] += figure
+    whole = [milliseconds(run), *(sum(row[i] for row in rows.values()) for i in (1, 2))]
+    for name, (ms, gb, gflop) in (rows | {"whole call": whole}).items():
+        copy, matmul = (
+            gb / ms * 1e12 / limits["copy_bytes_per_s"],
+            gflop / ms * 1e12 / limits["matmul_flops_per_s"],
+        )
+        figures = (
+            f"{ms:.3f}",
+            f"{gb:.2f}",
+            f"{gb / ms:.2f}",
+            f"{copy:.0%}",
+            f"{gflop:.1f}",
+            f"{gflop / ms:.0f}",
+        )
+        print("|", " | ".join((name, *figures, f"{matmul:.0%}")), "|")
 
 
 def main() -> None:
@@ -81,8 +149,9 @@ def main() -> None:
     problem = describe(x, Options(args.K**-0.5, args.chunk_size, True, args.algebra))
     o, _, kept = backend.forward(problem, x, training=True)
     do = torch.randn_like(o)
-    report("forward", lambda: backend.forward(problem, x, training=True))
-    report("backward", lambda: backend.backward(problem, x, kept, do, None))
+    limits = ceilings(clock_for("cuda"), torch.bfloat16)
+    report("forward", problem, lambda: backend.forward(problem, x, training=True), limits)
+    report("backward", problem, lambda: backend.backward(problem, x, kept, do, None), limits)
 
 
 if __name__ == "__main__":

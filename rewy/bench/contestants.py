@@ -100,10 +100,14 @@ class Contestant(ABC):
 
 @dataclass(frozen=True)
 class Rewy(Contestant):
-    """One algebra on one backend. `backend` None means the one made for the device, never a fallback."""
+    """One algebra on one backend. `backend` None means the one made for the device, never a fallback.
+
+    Without `recompute` the forward keeps its states for the backward.
+    """
 
     algebra: str = "rewy"
     backend: str | None = None
+    recompute: bool = True
 
     def absent(self, device: torch.device) -> str | None:
         return dispatch.load(self._backend(device)).unusable()
@@ -129,6 +133,7 @@ class Rewy(Contestant):
             cu_seqlens=x.cu_seqlens,
             cu_seqlens_cpu=x.cu_seqlens_cpu,
             chunk_size=case.chunk_size,
+            disable_recompute=not self.recompute,
             algebra=self.algebra,
             backend=self._backend(case.device),
         )
@@ -166,7 +171,7 @@ class Rewy(Contestant):
         return self.backend or dispatch.MADE_FOR.get(device.type, "reference")
 
     def _problem(self, case: Case) -> Problem:
-        return case.problem(Options(case.scale, case.chunk_size, True, self.algebra))
+        return case.problem(Options(case.scale, case.chunk_size, self.recompute, self.algebra))
 
 
 class Package(Contestant):
@@ -493,6 +498,7 @@ dispatch.UNLISTED["cuda-plain"] = "rewy.bench.plain"
 
 CONTESTANTS: dict[str, Contestant] = {
     "rewy": Rewy(),
+    "rewy-kept": Rewy(recompute=False),
     "rewy-conventional": Rewy(algebra="conventional"),
     "rewy-plain": Rewy(backend="cuda-plain"),
     "reference": Rewy(backend="reference"),

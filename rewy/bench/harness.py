@@ -260,7 +260,7 @@ class Harness:
                 first = first or (c, grads)
                 reason = apart(grads, first[1], self.oracles[case.small()])
                 reason = f"at this size, relative distance from {first[0]} {reason}" if reason else ""
-                rows[c] = replace(row, workspace=workspace, reason=reason)
+                rows[c] = replace(row, workspace=workspace, saved=sampler.saved(), reason=reason)
                 samplers[c] = sampler
             except Exception as e:  # one contestant's failure is a finding about it; the others go on
                 survived(self.clock, e, c)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rewy.bench.clock import Clock
 from rewy.bench.config import Timing
@@ -72,6 +73,10 @@ class Sampler:
         """Those of the first input set, and the peak bytes of the backward above its inputs and them."""
         raise NotImplementedError
 
+    def saved(self) -> int | None:
+        """Bytes that the forward keeps for the backward besides its inputs; None where there is no forward."""
+        return None
+
     def spreads(self) -> tuple[Spread, Spread | None]:
         """(backward, forward if measured)."""
         between, marks = self.clock.between, self.marks
@@ -125,6 +130,22 @@ class AutogradSampler(Sampler):
 
         grads, peak = self.clock.peak(forward, backward)
         return grads, max(0, peak - nbytes(grads))
+
+    def saved(self) -> int:
+        (x,) = self.arguments(0)
+        inputs = {t.untyped_storage().data_ptr() for t in x if t is not None}
+        found: dict[int, int] = {}
+
+        def seen(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with saved_tensors_hooks(seen, lambda t: t):
+            _held = self.contestant.call(
+                self.inputs.case, x, False
+            )  # or one place would be counted once for two
+        return sum(size for place, size in found.items() if place not in inputs)
 
 
 SAMPLERS: dict[str, Callable[[Contestant, Inputs, Clock], Sampler]] = {

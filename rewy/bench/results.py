@@ -67,6 +67,8 @@ class Row:
     """What the host needs to issue the call; above the device's time it is the bound."""
     workspace: int | None = None
     """Peak bytes above inputs, saved results and outputs."""
+    saved: int | None = None
+    """Bytes kept from the forward for the backward, besides inputs."""
     cold_s: float | None = None
     floor_bytes: int | None = None
     floor_flops: int | None = None

@@ -60,7 +60,7 @@ def details_table(sets: Sequence[Results], level: str) -> str:
         return _model_details(sets)
     head = (
         "operator", "shape", "contestant", "backward ms (quartiles)", "forward ms", "host ms", "workspace",
-        "cold start s", "GB", "of copy ceiling", "GFLOP", "of matmul ceiling", "largest error",
+        "kept by the forward", "cold start s", "GB", "of copy ceiling", "GFLOP", "of matmul ceiling", "largest error",
     )  # fmt: skip
     body = []
     for results in sets:
@@ -70,7 +70,8 @@ def details_table(sets: Sequence[Results], level: str) -> str:
                 body.append([
                     _title(row), row.shape, row.contestant, _quartiles(row),
                     digits(row.forward.median) if row.forward else "",
-                    digits(row.host_ms), "" if row.workspace is None else readable(row.workspace), digits(row.cold_s),
+                    digits(row.host_ms), "" if row.workspace is None else readable(row.workspace),
+                    "" if row.saved is None else readable(row.saved), digits(row.cold_s),
                     digits((row.floor_bytes or 0) / 1e9), f"{copy:.0%}",
                     digits((row.floor_flops or 0) / 1e9), f"{matmul:.0%}",
                     _largest(row),

@@ -441,7 +441,15 @@ def write(
         score_gradients,
         grid=(chunks.count * p.HV,),
         args=common
-        | dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write, BV=tiles.scores.BV)
+        | dict(
+            G=None if by_channel(p) else G,
+            v=x.v,
+            w=x.write,
+            u2=u2,
+            dv=out.v,
+            dw=out.write,
+            BV=tiles.scores.BV,
+        )
         | dict(db=out.erase[-1] if scalar_erase else None),
         num_warps=tiles.scores.warps,
         num_stages=tiles.scores.stages,
