@@ -47,7 +47,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # `state_forward`, `state_reverse`: by channel at K = 256, where narrower tiles read past their end.
 SPILLS = {
     "forward_pass": 80,
-    "channel_keys": 152,
+    "channel_keys": 160,
     "pair_scores": 752,
     "score_gradients": 96,
     "key_gradients": 2344,

@@ -124,7 +124,7 @@ class CudaBackend:
         else:
             s, u = states or state.states(problem, x, gated, Ti, chunks, tiles.states)
             ds, dr, dh0 = state.reverse(problem, x, gated, A, Ti, do, dht, chunks, tiles.reverse)
-        return gradients.gradients(problem, x, gated.G, do, u, dr, s, ds, dh0, chunks, tiles)
+        return gradients.gradients(problem, x, gated, do, u, dr, s, ds, dh0, chunks, tiles)
 
     def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
         return step(problem, Operands(*_contiguous(x)))  # type: ignore[arg-type]

@@ -40,10 +40,14 @@ LANES = tl.constexpr(32)
 FLOOR = tl.constexpr(-110.0)
 
 
+# Channels that share a verdict on how far apart a chunk's gates are.
+FAR_CHANNELS = tl.constexpr(64)
+
+
 @triton.jit
-def last_row(b_x, BT: tl.constexpr):
-    """The last row of a tile; a sum of all g would differ from the last sum by its rounding."""
-    return tl.sum(tl.where((tl.arange(0, BT) == BT - 1)[:, None], b_x, 0.0), 0)
+def row_of(b_x, i: tl.constexpr, BT: tl.constexpr):
+    """A tile's row i; a sum of all g would differ from the last sum by its rounding."""
+    return tl.sum(tl.where((tl.arange(0, BT) == i)[:, None], b_x, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -80,9 +84,9 @@ def row_gates(
         b_g = tl.maximum(tl.load(g + o_g, mask=m_g, other=0.0).to(tl.float32), FLOOR)
     # in fp64, so that rows without decay between them keep the same sum once it is rounded
     b_G = tl.cumsum(b_g.to(tl.float64), 0)
-    b_r = (last_row(b_G, BT)[None, :] - b_G).to(tl.float32)
+    b_r = (row_of(b_G, BT - 1, BT)[None, :] - b_G).to(tl.float32)
     b_G = b_G.to(tl.float32)
-    b_Gl = last_row(b_G, BT)
+    b_Gl = row_of(b_G, BT - 1, BT)
 
     i_ch = (i_c.to(tl.int64) * HV + o_h)[None, :]
     p_f = f + i_ch * 4 * BT + o_t[:, None]
@@ -107,6 +111,7 @@ def channel_gates(
     G,
     f,
     e,
+    far,
     x,
     kt,
     qt,
@@ -118,6 +123,7 @@ def channel_gates(
     HV,
     K: tl.constexpr,
     # meta
+    LIMIT: tl.constexpr,
     CHANNEL_DECAY: tl.constexpr,
     CHANNEL_ERASE: tl.constexpr,
     BT: tl.constexpr,
@@ -152,8 +158,12 @@ def channel_gates(
             b_g += tl.load(g + o_h, mask=m_t, other=0.0).to(tl.float32)[:, None]
     b_g = tl.maximum(b_g, FLOOR)
     b_G = tl.cumsum(b_g, 0)
-    b_Gl = last_row(b_G, BT)
+    b_Gl = row_of(b_G, BT - 1, BT)
     b_eG = exp(b_G)
+    # G never grows: its first and last rows are the furthest from its middle one
+    b_c = row_of(b_G, BT // 2, BT)
+    b_d = tl.maximum(row_of(b_G, 0, BT) - b_c, b_c - b_Gl)
+    tl.store(far + i_ch.to(tl.int64) * tl.cdiv(K, FAR_CHANNELS) + i_k, (tl.max(b_d, 0) > LIMIT).to(tl.int32))
 
     o_ck = i_ch.to(tl.int64) * BT * K + o_t[:, None] * K + o_k[None, :]
     m_ck = (o_k < K)[None, :]
@@ -168,18 +178,20 @@ def channel_gates(
 
 
 class Gated(NamedTuple):
-    """What the later stages read of q, k and their gates; G, f and e in fp32.
+    """What the later stages read of q, k and their gates; G, f and e in fp32, far in int32.
 
     Rows: G [NC,HV,C], f [NC,HV,4,C] of (b, b e^G, e^(Gl - G), scale e^G), e [NC,HV,32] of e^Gl, and x, kt are
     k itself, qt is q.
     Channels: G [NC,HV,C,K], f [NC,HV,C] of b where that is also the write gate, else None, e [NC,HV,K] of e^Gl,
+    far [NC,HV,K/64] not 0 where one of 64 channels is too far from its chunk's middle row to be centred on it,
     and x, kt, qt [NC,HV,C,K] in q's dtype.
-    Without decay e is None.
+    Without decay e is None, for rows far is.
     """
 
     G: Tensor
     f: Tensor | None
     e: Tensor | None
+    far: Tensor | None
     x: Tensor
     kt: Tensor
     qt: Tensor
@@ -188,6 +200,11 @@ class Gated(NamedTuple):
 def by_channel(problem: Problem) -> bool:
     """Whether a gate on the key side has one number per channel."""
     return Gate.CHANNEL in (problem.operator.decay, problem.operator.erase)
+
+
+def exponent_limit(problem: Problem) -> float:
+    """How far a centred operand may reach: e^60 is far inside bf16 and fp32, e^8 inside fp16."""
+    return 8.0 if problem.dtype is torch.float16 else 60.0
 
 
 def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
@@ -207,6 +224,7 @@ def gated(problem: Problem, x: Operands, chunks: Chunks, tiles: Tiles) -> Gated:
         | dict(
             CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
             CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
+            LIMIT=exponent_limit(p),
         ),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -218,14 +236,15 @@ def allocated(problem: Problem, x: Operands, count: int) -> Gated:
     """A problem's `Gated` for as many chunks, before anything is in it."""
     p, C, channel = problem, problem.chunk_size, by_channel(problem)
 
-    def numbers(*shape: int) -> Tensor:
-        return x.q.new_empty(count, p.HV, *shape, dtype=torch.float32)
+    def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return x.q.new_empty(count, p.HV, *shape, dtype=dtype)
 
     e = None if p.operator.decay is Gate.NONE else numbers(p.K if channel else LANES.value)
     if not channel:
-        return Gated(numbers(C), numbers(4, C), e, x.k, x.k, x.q)
+        return Gated(numbers(C), numbers(4, C), e, None, x.k, x.k, x.q)
     f = numbers(C) if p.operator.tied else None
-    return Gated(numbers(C, p.K), f, e, *(x.q.new_empty(count, p.HV, C, p.K) for _ in range(3)))
+    far = numbers(triton.cdiv(p.K, FAR_CHANNELS.value), dtype=torch.int32)
+    return Gated(numbers(C, p.K), f, e, far, *(x.q.new_empty(count, p.HV, C, p.K) for _ in range(3)))
 
 
 def kept(problem: Problem) -> tuple[str, ...]:
@@ -234,10 +253,10 @@ def kept(problem: Problem) -> tuple[str, ...]:
     numbers = ("G",) + ("f",) * (rows or op.tied) + ("e",) * (op.decay is not Gate.NONE)
     if rows:
         return numbers
-    return () if problem.recompute else (*numbers, "x", "kt", "qt")
+    return () if problem.recompute else (*numbers, "far", "x", "kt", "qt")
 
 
 def restored(x: Operands, tensors: dict[str, Tensor]) -> Gated:
     """A `Gated` from what was kept of it."""
-    made: dict[str, Any] = dict(f=None, e=None, x=x.k, kt=x.k, qt=x.q)
+    made: dict[str, Any] = dict(f=None, e=None, far=None, x=x.k, kt=x.k, qt=x.q)
     return Gated(**made | tensors)

@@ -40,9 +40,9 @@ from torch import Tensor
 
 from rewy.backends.cuda import state
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
-from rewy.backends.cuda.gates import LOG2_E, by_channel, exp
+from rewy.backends.cuda.gates import FAR_CHANNELS, LOG2_E, Gated, by_channel, exp, exponent_limit
 from rewy.backends.cuda.launch import Launch
-from rewy.backends.cuda.pairs import centred, exponent_limit, is_far, precision, reaches
+from rewy.backends.cuda.pairs import centred, precision, reaches
 from rewy.backends.cuda.plan import Plan
 from rewy.problem import Gate, Gradients, Operands, Problem
 
@@ -164,6 +164,7 @@ def key_gradients(
     k,
     b,
     G,
+    far,
     do,
     u,
     dr,
@@ -215,7 +216,8 @@ def key_gradients(
     if BY_CHANNEL:
         G += i_ch * BT * K
         p_G = G + o_k
-        if is_far(p_G, m_k, LIMIT, K, BT) != FAR:
+        NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
+        if (tl.load(far + i_ch * NF + i_k * BK // FAR_CHANNELS) != 0) != FAR:
             return
     else:
         G += i_ch * BT
@@ -394,7 +396,7 @@ class Buffers(NamedTuple):
 
 
 def gradients(
-    problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
+    problem: Problem, x: Operands, gated: Gated, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     dh0: Tensor | None, chunks: Chunks, tiles: Plan,
 ) -> Gradients:  # fmt: skip
     """Gradients of every operand: do [B,T,HV,V], u [digits,NC,HV,C,V], dr [NC,HV,C,V], s and ds [NC,HV,K,V].
@@ -402,7 +404,7 @@ def gradients(
     ds and dh0 are in units of `state.unit`.
     """
     out = buffers(problem, x, tiles)
-    write(problem, x, G, do, u, dr, s, ds, out, chunks, tiles)
+    write(problem, x, gated, do, u, dr, s, ds, out, chunks, tiles)
     return finished(problem, x, out, dh0)
 
 
@@ -425,7 +427,7 @@ def buffers(problem: Problem, x: Operands, tiles: Plan) -> Buffers:
 
 
 def write(
-    problem: Problem, x: Operands, G: Tensor, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
+    problem: Problem, x: Operands, gated: Gated, do: Tensor, u: Tensor, dr: Tensor, s: Tensor, ds: Tensor,
     out: Buffers, chunks: Chunks, tiles: Plan,
 ) -> None:  # fmt: skip
     p, C = problem, chunks.size
@@ -434,29 +436,21 @@ def write(
     dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
     u, u2 = state.following(u)
     common = dict(
-        b=x.erase, G=G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
+        b=x.erase, G=gated.G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
         scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=by_channel(p), PRECISION=precision(p), BT=C,
     )  # fmt: skip
     Launch(
         score_gradients,
         grid=(chunks.count * p.HV,),
         args=common
-        | dict(
-            G=None if by_channel(p) else G,
-            v=x.v,
-            w=x.write,
-            u2=u2,
-            dv=out.v,
-            dw=out.write,
-            BV=tiles.scores.BV,
-        )
-        | dict(db=out.erase[-1] if scalar_erase else None),
+        | dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write, BV=tiles.scores.BV)
+        | dict(G=None if by_channel(p) else gated.G, db=out.erase[-1] if scalar_erase else None),
         num_warps=tiles.scores.warps,
         num_stages=tiles.scores.stages,
         maxnreg=tiles.scores.registers,
     ).run()
     common |= dict(
-        q=x.q, k=x.k, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
+        q=x.q, k=x.k, far=gated.far, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
         TOKENS=out.erase.stride(0) // p.HV if scalar_erase else 0,
         unit=state.unit(p), H=p.H, K=p.K,
         CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,

@@ -324,6 +324,7 @@ def channel_keys(
     dL,
     b,
     G,
+    far,
     diagonal,
     dq,
     dk,
@@ -344,7 +345,6 @@ def channel_keys(
     V: gl.constexpr,
     # meta
     CHANNEL_ERASE: gl.constexpr,
-    LIMIT: gl.constexpr,
     BT: gl.constexpr,
 ):
     BK: gl.constexpr = 64
@@ -423,11 +423,7 @@ def channel_keys(
     p_G = G + i_ch.to(gl.int64) * BT * K
     b_G = gl.load(gl.expand_dims(p_G + o_k, 0) + o_t[:, None] * K)
     b_c = gl.load(p_G + o_k + (BT // 2) * K) * LOG2_E
-    # G never grows: its first and last rows are the furthest
-    p_far = p_G + i_k * BK + gl.arange(0, BK, gl.BlockedLayout([2], [32], [4], [0]))
-    b_far = gl.load(p_far + (BT // 2) * K)
-    b_far = gl.maximum(gl.abs(gl.load(p_far) - b_far), gl.abs(gl.load(p_far + (BT - 1) * K) - b_far))
-    far = gl.max(b_far, 0) > LIMIT
+    is_far = gl.load(far + i_ch * NK + i_k) != 0
     if CHANNEL_ERASE:
         b_b = gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0)
     else:
@@ -436,7 +432,7 @@ def channel_keys(
 
     mbarrier.wait(has_k, 0)
     mbarrier.wait(has_q, 0)
-    if far:
+    if is_far:
         mbarrier.wait(has_s, 0)
         mbarrier.wait(has_do, 0)
         mbarrier.wait(has_dr, 0)
@@ -638,8 +634,8 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
     """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
     p, C, dg, db = problem, problem.chunk_size, made["dg"], made["db"]
     channel = made["BY_CHANNEL"]
-    others = ("unit",) if channel else ("CHANNEL_ERASE", "LIMIT")
-    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", *others)
+    others = ("unit",) if channel else ("CHANNEL_ERASE", "far")
+    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", "LIMIT", *others)
     BV = min(p.V, 128)
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
     args = {name: arg for name, arg in made.items() if name not in general} | dict(

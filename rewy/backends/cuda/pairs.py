@@ -18,22 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
-from rewy.backends.cuda.gates import Gated, by_channel, exp
+from rewy.backends.cuda.gates import FAR_CHANNELS, Gated, by_channel, exp, exponent_limit
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
 
 
 @triton.jit
-def is_far(p_G, m_k, LIMIT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
-    """Whether some channel's gate is further than LIMIT from its value in the chunk's middle row.
-
-    G never grows, so its first and last rows are the furthest.
-    """
-    b_c = tl.load(p_G + (BT // 2) * K, mask=m_k, other=0.0)
-    b_first = tl.load(p_G, mask=m_k, other=0.0)
-    b_last = tl.load(p_G + (BT - 1) * K, mask=m_k, other=0.0)
-    return tl.max(tl.maximum(tl.abs(b_first - b_c), tl.abs(b_last - b_c)), 0) > LIMIT
+def is_far(far, i_ch, K: tl.constexpr):
+    """Whether some channel of a chunk cannot be centred on the chunk's middle row."""
+    NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
+    o_f = tl.arange(0, triton.next_power_of_2(NF))
+    return tl.max(tl.load(far + i_ch * NF + o_f, mask=o_f < NF, other=0), 0) != 0
 
 
 @triton.jit
@@ -134,6 +130,7 @@ def pair_scores(
     k,
     b,
     G,
+    far,
     A,
     Ti,
     table,
@@ -158,11 +155,9 @@ def pair_scores(
     start, rows = chunk_rows(table, i_c, T, BT)
     if rows == 0:
         return
-    KP: tl.constexpr = triton.next_power_of_2(K)
     i_ch = i_ch.to(tl.int64)
-    if BY_CHANNEL:
-        o_K = tl.arange(0, KP)
-        if is_far(G + i_ch * BT * K + o_K, o_K < K, LIMIT, K, BT) != FAR:
+    if BY_CHANNEL:  # noqa: SIM102  (known when it compiles, the other when it runs)
+        if is_far(far, i_ch, K) != FAR:
             return
     o_t = tl.arange(0, BT)
     m_t = o_t < rows
@@ -209,11 +204,6 @@ def precision(problem: Problem) -> str:
     return "ieee" if problem.dtype is torch.float32 else "tf32"
 
 
-def exponent_limit(problem: Problem) -> float:
-    """How far a centred operand may reach: e^60 is far inside bf16 and fp32, e^8 inside fp16."""
-    return 8.0 if problem.dtype is torch.float16 else 60.0
-
-
 def reaches(problem: Problem) -> tuple[bool, ...]:
     """The launches of a kernel that centres gates: one for chunks within the exponent limit, one for the rest.
 
@@ -234,7 +224,7 @@ def scores(
             pair_scores,
             grid=(chunks.count * problem.HV,),
             args=dict(
-                q=x.q, k=x.k, b=x.erase, G=gated.G, A=A, Ti=Ti, table=chunks.table,
+                q=x.q, k=x.k, b=x.erase, G=gated.G, far=gated.far, A=A, Ti=Ti, table=chunks.table,
                 scale=problem.scale, T=problem.T, H=problem.H, HV=problem.HV, K=problem.K,
                 BY_CHANNEL=by_channel(problem),
                 CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,

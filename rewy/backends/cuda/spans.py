@@ -107,7 +107,7 @@ def backward(
         A_span, Ti_span = span.by_chunk(A), span.by_chunk(Ti)
         s, u = state.states(p, y, g, Ti_span, chunks, tiles.states)
         ds, dr, dht = state.reverse(p, y, g, A_span, Ti_span, d, dht, chunks, tiles.reverse)
-        gradients.write(p, y, g.G, d, u, dr, s, ds, _slices(out, span), chunks, tiles)
+        gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span), chunks, tiles)
         del s, u, ds, dr, g  # the next span's take their place
     return gradients.finished(problem, x, out, dht)
 
