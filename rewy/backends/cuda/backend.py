@@ -53,8 +53,15 @@ class CudaBackend:
             o, ht, kept = self._forward(problem, Operands(*x), training)  # type: ignore[arg-type]
             return [o, ht, *kept]
 
+        def training_step(*x: Tensor | None) -> None:
+            o, ht, *kept = stages(*x)
+            operands = Operands(*x)  # type: ignore[arg-type]
+            # Who gives an initial state mostly has a gradient for the final one.
+            self._backward(problem, operands, kept, o, None if operands.initial_state is None else ht)
+
         x = x._replace(cu_seqlens_cpu=None)  # the device has the offsets
-        o, ht, *kept = self._called(("forward", problem, training), stages, x)
+        rehearsal = training_step if training else stages
+        o, ht, *kept = self._called(("forward", problem, training), stages, x, rehearsal)
         return o, ht, kept
 
     def backward(
@@ -62,17 +69,25 @@ class CudaBackend:
     ) -> Gradients:
         def stages(do: Tensor, dht: Tensor | None, *tensors: Tensor) -> Gradients:
             x, kept = tensors[: len(Operands._fields)], tensors[len(Operands._fields) :]
+            unit = state.unit(problem)
+            if dht is not None and unit != 1:
+                dht = dht / unit
             return self._backward(problem, Operands(*x), [*kept], do, dht)
 
         x = x._replace(cu_seqlens_cpu=None)
         return Gradients(*self._called(("backward", problem), stages, (do, dht, *x, *kept)))
 
     def _called(
-        self, key: tuple[Any, ...], stages: Callable[..., Any], tensors: Iterable[Tensor | None]
+        self,
+        key: tuple[Any, ...],
+        stages: Callable[..., Any],
+        tensors: Iterable[Tensor | None],
+        rehearsal: Callable[..., Any] | None = None,
     ) -> Any:
         """What the stages return. A planner, the problem and dtypes determine all that they do."""
         tensors = _contiguous(tensors)
-        return self.calls((*key, *[None if t is None else t.dtype for t in tensors]), stages, tensors)
+        key = (*key, *[None if t is None else t.dtype for t in tensors])
+        return self.calls(key, stages, tensors, rehearsal)
 
     def _forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         tiles, chunks = self._plan(problem, x), chunks_of(problem, x)
@@ -105,9 +120,8 @@ class CudaBackend:
     def _backward(
         self, problem: Problem, x: Operands, kept: list[Tensor], do: Tensor, dht: Tensor | None
     ) -> Gradients:
-        tiles, unit = self._plan(problem, x), state.unit(problem)
-        if dht is not None and unit != 1:
-            dht = dht / unit
+        """Of dht in units of `state.unit`."""
+        tiles = self._plan(problem, x)
         A, Ti, *rest = kept
         names = gates.kept(problem)
         gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None

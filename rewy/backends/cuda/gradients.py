@@ -433,7 +433,7 @@ def write(
     p, C = problem, chunks.size
     scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
-    dL, diagonal = torch.empty_like(dA), torch.empty_like(dA[..., 0], dtype=torch.float32)
+    dL, diagonal = dA.new_empty(dA.shape), dA.new_empty(dA.shape[:-1], dtype=torch.float32)
     u, u2 = state.following(u)
     common = dict(
         b=x.erase, G=gated.G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
@@ -491,7 +491,7 @@ def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) ->
 
 def summed(parts: Tensor, like: Tensor, count: int, run: int) -> Tensor:
     """The sum of every `count` runs, of `run` numbers each, that lie one after another; shape and dtype of `like`."""
-    total = torch.empty_like(like)
+    total = like.new_empty(like.shape)
     BLOCK = 1024
     args = dict(parts=parts, total=total, SIZE=total.numel(), RUN=run, COUNT=count, BLOCK=BLOCK)
     Launch(sum_parts, (triton.cdiv(total.numel(), BLOCK),), args).run()

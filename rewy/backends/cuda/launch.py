@@ -11,7 +11,7 @@ Every launcher of this backend describes its launch and runs it:
     ).run()
 
 `args` holds all parameters of the kernel by name: tensors, None, numbers and constexprs alike.
-Allocate the outputs on the inputs' device (`torch.empty_like`, `device=q.device`), so that the same
+Allocate the outputs on the inputs' device (`q.new_empty`, `device=q.device`), so that the same
 launcher works on meta tensors:
 
     with recording() as launches:
@@ -21,19 +21,29 @@ launcher works on meta tensors:
 
 The launch runs on the device of its first tensor, whichever device is current, and on that device's current
 stream. Which compiled kernel it takes is remembered: Triton's own way to find one takes longer than many a kernel.
+
+Triton compiles a kernel when it is launched, one after the other. Who knows what will be launched says so:
+
+    with rehearsed(lambda: backend.forward(problem, operands_on_meta)):
+        backend.forward(problem, operands)
+
+There the first launch whose kernel is not compiled yet has all that the rehearsal launches compiled side by side.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+import triton
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -52,6 +62,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _recorded: ContextVar[Recorder | None] = ContextVar("recorded_launches", default=None)
+_rehearsal: ContextVar[Callable[[], object] | None] = ContextVar("rehearsal", default=None)
+_one_pool = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +128,65 @@ class Launch:
 
     def compiled(self, device: torch.device) -> Any:
         """The compiled kernel for this device, which is the current one; remembered."""
-        kinds = _kinds_of(self.kernel, [self.args[name] for name in self.kernel.arg_names])
-        key = (self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *kinds)
+        key = self._key(device)
         kernel = _compiled.get(key)
         if kernel is None:
-            if len(_compiled) >= _REMEMBERED:  # threads may pass the limit together
-                _compiled.clear()
-            kernel = _compiled[key] = self.compile()
+            _compile_rehearsed(device)
+            kernel = _compiled.get(key) or self._compile_as(key)
         return kernel
+
+    def _key(self, device: torch.device) -> tuple[Any, ...]:
+        kinds = _kinds_of(self.kernel, [self.args[name] for name in self.kernel.arg_names])
+        return self.kernel, device.index, self.num_warps, self.num_stages, self.maxnreg, *kinds
+
+    def _compile_as(self, key: tuple[Any, ...]) -> Any:
+        if len(_compiled) >= _REMEMBERED:  # threads may pass the limit together
+            _compiled.clear()
+        kernel = _compiled[key] = self.compile()
+        return kernel
+
+    def _load(self, key: tuple[Any, ...], device: torch.device) -> None:
+        """All that a first launch does before it: in a thread of a pool, which has no current device yet."""
+        with on(device):
+            bind(device)
+            _ = self._compile_as(key).run  # makes its launcher, with a C compiler in Triton before 3.7
 
     def compile(self) -> Any:
         """The compiled kernel these arguments select; only their dtypes, sizes and alignment are read."""
         return self.kernel.warmup(grid=self.grid, **self.args, **self.options)
+
+
+def _compile_rehearsed(device: torch.device) -> None:
+    """Compiles and loads what the rehearsal launches, if there is one, and this process has not compiled yet."""
+    rehearsal = _rehearsal.get()
+    if rehearsal is None or torch.cuda.is_current_stream_capturing():  # no thread may disturb a capture
+        return
+    _rehearsal.set(None)
+    # What cannot be recorded or compiled is left to the call itself, which raises it where it comes to it.
+    with recording() as launches, suppress(Exception):
+        rehearsal()
+    _know_triton()
+    with _one_pool:
+        pool = ThreadPoolExecutor(_cores())
+        loading: dict[tuple[Any, ...], Future[None]] = {}
+        try:
+            for launch in launches:
+                key = launch._key(device)
+                if all(launch.grid) and key not in _compiled and key not in loading:
+                    loading[key] = pool.submit(launch._load, key, device)
+            wait(loading.values())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # not even an interrupt waits for compilers
+
+
+def _know_triton() -> None:
+    """Has Triton hash itself, half a second that every thread would take that comes before one is done."""
+    for module in triton.runtime.cache, triton.compiler.compiler:  # the latter in Triton 3.4
+        getattr(module, "triton_key", lambda: None)()
+
+
+def _cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -191,6 +250,16 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorded.reset(token)
+
+
+@contextmanager
+def rehearsed(rehearsal: Callable[[], object]) -> Iterator[None]:
+    """Has the kernels that `rehearsal` launches on meta tensors compiled together, once one has to be."""
+    token = _rehearsal.set(rehearsal)
+    try:
+        yield
+    finally:
+        _rehearsal.reset(token)
 
 
 def is_recording() -> bool:

@@ -218,7 +218,7 @@ def scores(
     """A and T - I of every chunk, [NC,HV,C,C] in q's dtype."""
     C = chunks.size
     A = x.q.new_empty(chunks.count, problem.HV, C, C)
-    Ti = torch.empty_like(A)
+    Ti = A.new_empty(A.shape)
     for far in reaches(problem):
         Launch(
             pair_scores,

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
 from rewy.backends.cuda.direct import Direct, hooked
-from rewy.backends.cuda.launch import Launch, bind, described, is_recording, on, recorded_by
+from rewy.backends.cuda.launch import Launch, bind, described, is_recording, on, recorded_by, rehearsed
 
 Function = Callable[..., Sequence[Tensor | None]]
 
@@ -52,8 +52,17 @@ class Calls:
         self._programs: OrderedDict[Hashable, Program | None] = OrderedDict()
         self._lock = Lock()
 
-    def __call__(self, key: Hashable, function: Function, tensors: Sequence[Tensor | None]) -> list[Any]:
-        """What function(*tensors) returns. Raises what it raises, and RuntimeError where a replayed launch fails."""
+    def __call__(
+        self,
+        key: Hashable,
+        function: Function,
+        tensors: Sequence[Tensor | None],
+        rehearsal: Callable[..., object] | None = None,
+    ) -> list[Any]:
+        """What function(*tensors) returns. Raises what it raises, and RuntimeError where a replayed launch fails.
+
+        If a kernel has to be compiled, so are all of the function, or those of another `rehearsal` of such tensors.
+        """
         if _must_not_replay(tensors):
             return [*function(*tensors)]
         with self._lock:
@@ -62,11 +71,17 @@ class Calls:
             self._programs.move_to_end(key)
             if len(self._programs) > _REMEMBERED:
                 self._programs.popitem(last=False)
-        if not again:  # not worth recording yet; and this call compiles
-            return [*function(*tensors)]
+        if not again:  # not worth recording yet, unless to compile
+            with rehearsed(lambda: (rehearsal or function)(*_on_meta(tensors))):
+                return [*function(*tensors)]
         if program is None:
             program = self._programs[key] = Program(function, tensors)
         return program(tensors)
+
+
+def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    # Of torch's operators on meta those in Python, as empty_like, first import for a second.
+    return [None if t is None else t.new_empty(t.shape, device="meta") for t in tensors]
 
 
 def _must_not_replay(tensors: Sequence[Tensor | None]) -> bool:
@@ -137,7 +152,7 @@ class Program:
     """What a function does with its tensors. They and all others it makes have numbers, the given ones the first."""
 
     def __init__(self, function: Function, tensors: Sequence[Tensor | None]) -> None:
-        tape = _Tape([None if t is None else torch.empty_like(t, device="meta") for t in tensors])
+        tape = _Tape(_on_meta(tensors))
         with recorded_by(tape), tape:
             returned = function(*tape.inputs)
         self._count = len(tape.known)

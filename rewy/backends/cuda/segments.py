@@ -99,7 +99,8 @@ def both(
     """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`, in its units."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
     M = transitions(p, gated, Ti, chunks, tiles)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
+    h0 = x.initial_state
+    dh0 = None if h0 is None else h0.new_empty(h0.shape, dtype=torch.float32)
     if kept:
         s, u = kept
     else:
@@ -132,7 +133,7 @@ def chained(
 ) -> Tensor:  # fmt: skip
     """The state before every part, in the order of the walk, and into `end`, if there is one, that after the last."""
     p, by = problem, tiles.chain
-    s = torch.empty_like(N)
+    s = N.new_empty(N.shape)
     Launch(
         chain_parts,
         grid=(p.N * p.HV * triton.cdiv(p.V, by.BV),),

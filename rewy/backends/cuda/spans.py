@@ -79,7 +79,7 @@ def outputs(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, tiles: Plan
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o [1,T,HV,V], the final state [1,HV,K,V], and to keep, the states that all spans but the first begin with."""
-    p, o = problem, torch.empty_like(x.v)
+    p, o = problem, x.v.new_empty(x.v.shape)
     ht = x.v.new_empty(1, p.HV, p.K, p.V, dtype=torch.float32)
     starts = starts_like(p, x, tiles.spans)
     start = x.initial_state

@@ -281,7 +281,7 @@ def outputs(
     tiles: Tiles | Pipeline, keep: bool, ht: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o [B,T,HV,V], the final state [N,HV,K,V] unless it is known, and what `states` gives if it is to be kept."""
-    o = torch.zeros_like(x.v) if problem.varlen else torch.empty_like(x.v)
+    o = (x.v.new_zeros if problem.varlen else x.v.new_empty)(x.v.shape)
     s, u = _buffers(problem, x.v, chunks, digits(problem)) if keep else (None, None)
     end = _states(problem, x.v, chunks) if ht is None else ht
     forward(problem, x, gated, A, Ti, s, u, o, end if ht is None else None, chunks, tiles)
@@ -315,7 +315,8 @@ def reverse(
     dS+, dht and dh0 are in units of `unit`.
     """
     ds, dr = _buffers(problem, do, chunks)
-    dh0 = None if x.initial_state is None else torch.empty_like(x.initial_state, dtype=torch.float32)
+    h0 = x.initial_state
+    dh0 = None if h0 is None else h0.new_empty(h0.shape, dtype=torch.float32)
     _reverse(problem, gated, A, Ti, do, dht, ds, dr, dh0, chunks, tiles)
     return ds, dr, dh0
 
