@@ -151,7 +151,7 @@ def delta_attention_step(
     raises NotImplementedError.
     """
     check_flags(output_final_state=output_final_state, state_v_first=state_v_first)
-    _, x, options = _prepare(
+    problem, x, options = _prepare(
         gather(
             q=q, k=k, v=v, beta=beta, g=g, erase=erase, write=write,
             initial_state=_swap(initial_state, state_v_first),
@@ -167,7 +167,7 @@ def delta_attention_step(
         raise NotImplementedError(
             "the step functions have no gradients; use delta_attention or a chunk_* function, or torch.no_grad()"
         )
-    o, final_state = autograd.step(x, options, backend)
+    o, final_state = autograd.step(problem, x, options, backend)
     return o, _returned(final_state, output_final_state, state_v_first)
 
 

@@ -19,6 +19,7 @@ CHUNK_SIZES = (16, 32, 64)
 MAX_K, MAX_V = 256, 512
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OFFSET_DTYPES = (torch.int32, torch.int64)
+REMEMBERED = 1024
 
 
 class Gate(enum.Enum):
@@ -40,7 +41,7 @@ class Algebra(enum.Enum):
 ALGEBRAS = tuple(algebra.value for algebra in Algebra)  # torch.compile does not trace through an enumeration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a row is equal to itself alone, which is cheaper to look up
 class Operator:
     """One row of the table: which kind of gate decays, erases and writes.
 
@@ -71,6 +72,9 @@ OPERATORS = {
         Operator("gdn2", "GDN2", Gate.CHANNEL, Gate.CHANNEL, Gate.CHANNEL, tied=False),
     )
 }
+
+
+_ROWS = [(op.tied, op.decay) for op in OPERATORS.values()]
 
 
 class Operands(NamedTuple):
@@ -171,17 +175,15 @@ def describe(x: Operands, options: Options) -> Problem:
 
     Raises TypeError or ValueError naming the argument, what came and what is allowed.
     """
-    _check_tensors(x)
-    _check_shapes(x)
     if not isinstance(options.chunk_size, int) or options.chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {_or(CHUNK_SIZES)}, got {options.chunk_size!r}")
     if options.algebra not in ALGEBRAS:
         raise ValueError(f"algebra must be one of {_or(ALGEBRAS)}, got {options.algebra!r}")
-    if x.cu_seqlens is not None:
-        _check_offsets(x)
-    elif x.cu_seqlens_cpu is not None:
-        raise ValueError("cu_seqlens_cpu is the host copy of cu_seqlens; pass cu_seqlens too")
-    problem = problem_of(x, options)
+    if torch.compiler.is_compiling():
+        problem = _checked(x, options)
+    else:
+        problem = _remembered(x, options)
+        _check_offset_values(x)
     if x.initial_state is not None:
         expected = (problem.N, problem.HV, problem.K, problem.V)
         if tuple(x.initial_state.shape) != expected:
@@ -190,6 +192,36 @@ def describe(x: Operands, options: Options) -> Problem:
                 f"[N,HV,V,K] with state_v_first), got {list(x.initial_state.shape)} in [N,HV,K,V] order"
             )
     return problem
+
+
+_problems: dict[object, Problem] = {}
+
+
+def _remembered(x: Operands, options: Options) -> Problem:
+    """As `_checked`, which looks at nothing but the options and every tensor's shape, dtype and device."""
+    if torch._C._is_tracing():  # sizes are tensors then
+        return _checked(x, options)
+    form = (options, *[None if t is None else (t.shape, t.dtype, t.device) for t in x])
+    try:
+        problem = _problems.get(form)
+    except TypeError:  # a size that is being traced has no hash
+        return _checked(x, options)
+    if problem is None:
+        problem = _checked(x, options)
+        if len(_problems) >= REMEMBERED:
+            _problems.clear()
+        _problems[form] = problem
+    return problem
+
+
+def _checked(x: Operands, options: Options) -> Problem:
+    _check_tensors(x)
+    _check_shapes(x)
+    if x.cu_seqlens is not None:
+        _check_offsets(x)
+    elif x.cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu is the host copy of cu_seqlens; pass cu_seqlens too")
+    return problem_of(x, options)
 
 
 def gather(
@@ -209,9 +241,11 @@ def gather(
 
     Offsets given on the host for tensors on a device are copied there and serve as the host copy too.
     """
-    required, optional = {"q": q, "k": k, "v": v}, {"beta": beta, "g": g, "erase": erase, "write": write}
-    optional |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
-    for name, t in (required | {name: t for name, t in optional.items() if t is not None}).items():
+    given = {"q": q, "k": k, "v": v, "beta": beta, "g": g, "erase": erase, "write": write}
+    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+    for name, t in given.items():
+        if t is None and name not in ("q", "k", "v"):
+            continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
         if t.is_nested or t.layout is not torch.strided:
@@ -229,8 +263,7 @@ def gather(
 def _check_gates(**gates: Tensor | None) -> None:
     tied = gates["beta"] is not None and gates["erase"] is None and gates["write"] is None
     untied = gates["beta"] is None and gates["erase"] is not None and gates["write"] is not None
-    decay = _kind(gates["g"])
-    if (tied or untied) and any(op.tied == tied and op.decay is decay for op in OPERATORS.values()):
+    if (tied or untied) and (tied, _kind(gates["g"])) in _ROWS:
         return
     given = ", ".join(f"{name} {list(t.shape)}" for name, t in gates.items() if t is not None)
     table = "; ".join(f"{op.title}: {op.gates}" for op in OPERATORS.values())
@@ -306,8 +339,7 @@ def _check_shapes(x: Operands) -> None:
 
 def _check_offsets(x: Operands) -> None:
     assert x.cu_seqlens is not None
-    B, T = x.q.shape[:2]
-    cu, host = x.cu_seqlens, x.cu_seqlens_cpu
+    B, cu, host = x.q.shape[0], x.cu_seqlens, x.cu_seqlens_cpu
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [N+1] with at least one offset, got shape {list(cu.shape)}")
     if B != 1:
@@ -316,22 +348,26 @@ def _check_offsets(x: Operands) -> None:
         raise ValueError(
             f"cu_seqlens_cpu must have cu_seqlens' shape {list(cu.shape)}, got {list(host.shape)}"
         )
-    if torch.compiler.is_compiling():
+
+
+def _check_offset_values(x: Operands) -> None:
+    if x.cu_seqlens is None:
         return
+    T, cu, host = x.q.shape[1], x.cu_seqlens, x.cu_seqlens_cpu
     # Reading offsets that live on a device would stall it, so that check is asked for by the environment.
     if cu.device.type == "cpu":
-        _check_offset_values("cu_seqlens", cu, T)
+        _check_ascending("cu_seqlens", cu, T)
     elif os.environ.get("REWY_CHECK_OFFSETS", "0") == "1":
-        _check_offset_values("cu_seqlens", cu.cpu(), T)
+        _check_ascending("cu_seqlens", cu.cpu(), T)
     if host is not None:
-        _check_offset_values("cu_seqlens_cpu", host, T)
+        _check_ascending("cu_seqlens_cpu", host, T)
         if cu.device.type == "cpu" and host.tolist() != cu.tolist():
             raise ValueError(
                 f"cu_seqlens_cpu must hold cu_seqlens' offsets {cu.tolist()}, got {host.tolist()}"
             )
 
 
-def _check_offset_values(name: str, cu: Tensor, T: int) -> None:
+def _check_ascending(name: str, cu: Tensor, T: int) -> None:
     offsets = cu.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")

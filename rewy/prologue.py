@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from rewy.dispatch import prologue_of
-
-_library = torch.library.Library("rewy", "FRAGMENT")
+from rewy.operators import define
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -35,9 +34,9 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
     """Operators without a rule for forward mode would drop the tangents in silence."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of every dual_level
         return
-    if any(t is not None and unpack_dual(t).tangent is not None for t in inputs):
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
         raise NotImplementedError("forward-mode differentiation is not implemented")
 
 
@@ -71,12 +70,12 @@ class _L2Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.backend = backend
-        return torch.ops.rewy.l2norm(x, backend)
+        return _l2norm(x, backend)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return torch.ops.rewy.l2norm_backward(*ctx.saved_tensors, dy, ctx.backend), None
+        return _l2norm_backward(*ctx.saved_tensors, dy, ctx.backend), None
 
 
 class _LogDecay(torch.autograd.Function):
@@ -91,13 +90,13 @@ class _LogDecay(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(g, A_log, dt_bias)
         ctx.lower_bound, ctx.backend = lower_bound, backend
-        return torch.ops.rewy.log_decay(g, A_log, dt_bias, lower_bound, backend)
+        return _log_decay(g, A_log, dt_bias, lower_bound, backend)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors
-        grads = iter(torch.ops.rewy.log_decay_backward(*inputs, ctx.lower_bound, dg, ctx.backend))
+        grads = iter(_log_decay_backward(*inputs, ctx.lower_bound, dg, ctx.backend))
         return *(None if t is None else next(grads) for t in inputs), None, None
 
 
@@ -106,13 +105,13 @@ class _SigmoidBeta(torch.autograd.Function):
     def forward(ctx: Any, beta: Tensor, factor: float, backend: str) -> Tensor:
         ctx.save_for_backward(beta)
         ctx.factor, ctx.backend = factor, backend
-        return torch.ops.rewy.sigmoid_beta(beta, factor, backend)
+        return _sigmoid_beta(beta, factor, backend)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return (
-            torch.ops.rewy.sigmoid_beta_backward(*ctx.saved_tensors, dy, ctx.factor, ctx.backend),
+            _sigmoid_beta_backward(*ctx.saved_tensors, dy, ctx.factor, ctx.backend),
             None,
             None,
         )
@@ -139,39 +138,33 @@ def _activated(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(name, impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rewy::{name}", fake, lib=_library)
-
-
-_define(
+_l2norm = define(
     "l2norm(Tensor x, str backend) -> Tensor",
     lambda x, backend: prologue_of(x, backend).l2norm_forward(x).contiguous(),
     _like,
 )
-_define(
+_l2norm_backward = define(
     "l2norm_backward(Tensor x, Tensor dy, str backend) -> Tensor",
     lambda x, dy, backend: prologue_of(x, backend).l2norm_backward(x, dy).contiguous(),
     _like,
 )
-_define(
+_log_decay = define(
     "log_decay(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, str backend) -> Tensor",
     lambda g, *args: prologue_of(g, args[-1]).gate_forward(g, *args[:-1]).contiguous(),
     _activated,
 )
-_define(
+_log_decay_backward = define(
     "log_decay_backward(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, Tensor dg, str backend)"
     " -> Tensor[]",
     _gate_gradients,
     lambda g, A_log, dt_bias, *_: [_like(t) for t in (g, A_log, dt_bias) if t is not None],
 )
-_define(
+_sigmoid_beta = define(
     "sigmoid_beta(Tensor beta, float factor, str backend) -> Tensor",
     lambda beta, factor, backend: prologue_of(beta, backend).sigmoid_forward(beta, factor).contiguous(),
     _activated,
 )
-_define(
+_sigmoid_beta_backward = define(
     "sigmoid_beta_backward(Tensor beta, Tensor dy, float factor, str backend) -> Tensor",
     lambda beta, dy, factor, backend: (
         prologue_of(beta, backend).sigmoid_backward(beta, dy, factor).contiguous()
