@@ -355,6 +355,8 @@ def test_parts_measured_apart_join_into_what_one_run_gives(tmp_path: Path) -> No
     whole = tmp_path / "whole" / FILE
     results.join(parts, whole)
     assert results.load(whole).rows == parts[0].rows + parts[1].rows
+    results.join(parts[::-1], tmp_path / "reversed" / FILE)  # the order is the configuration's
+    assert results.load(tmp_path / "reversed").rows == results.load(whole).rows
     outcome, _ = run(whole, both, resume=True)
     assert (outcome.finished, outcome.total) == (2, 2)
     with pytest.raises(FileExistsError):
@@ -515,6 +517,11 @@ def test_tables_compute_speedups_and_geometric_means(measured: results.Results) 
         "| KDA | **geometric mean** |  | **2.00×** |",
     ]
     assert tables.reasons([replace(measured, rows=rows)], "backward") == "- rewy: declined (KDA c): too small"
+    assert tables.factor_table([replace(measured, rows=rows)], "backward").splitlines() == [
+        "| operator | contestant | shapes | geometric mean | least | most |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| KDA | rewy | 2 | **2.00×** | 1.00× (b) | 4.00× (1×64 H1 K16) |",
+    ]
 
 
 def test_compare_shows_both_and_what_only_one_has(measured: results.Results) -> None:
@@ -564,7 +571,7 @@ def test_markers_are_filled_and_kept(measured: results.Results) -> None:
     [
         ("big autograd", r"README\.md:2: unknown result set 'big'; known: small"),
         ("small forward", r"README\.md:2: unknown level 'forward'; known: backward, autograd, model"),
-        ("small autograd colour", r"README\.md:2: unknown view 'colour'; known: time, memory"),
+        ("small autograd colour", r"README\.md:2: unknown view 'colour'; known: time, factors"),
         (
             "small autograd time now",
             r"README\.md:2: a marker reads SETS \[LEVEL \[VIEW\]\], got 'small autog",

@@ -153,8 +153,9 @@ def join(parts: Sequence[Results], path: Path) -> None:
     rows = [row for part in parts for row in part.rows]
     if len({row.key for row in rows}) < len(rows):
         raise ValueError("a point stands in two of the parts: join takes parts that have none in common")
+    operators, shapes = first.header["config"]["operators"], list(dict.fromkeys(row.shape for row in rows))
     create(path, first.header)
-    append(path, rows)
+    append(path, sorted(rows, key=lambda row: (shapes.index(row.shape), operators.index(row.operator))))
 
 
 def create(path: Path, header: dict[str, Any]) -> None:

@@ -43,6 +43,34 @@ def time_table(sets: Sequence[Results], level: str) -> str:
     return _grid(rows, baseline, cell, means=True)
 
 
+def factor_table(sets: Sequence[Results], level: str) -> str:
+    """Factors over the baseline in short: for each operator and contestant their mean over all shapes, and extremes."""
+    rows = [row for row in merged(sets) if row.level == level]
+    bases = {row.point: row for row in rows if row.contestant == sets[0].baseline}
+    forward = any(row.forward for row in rows)
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    for row in rows:
+        base = bases.get(row.point)
+        if base and base is not row and base.time and row.time:
+            groups.setdefault((row.operator, row.contestant), []).append((row, base))
+    body = []
+    for (operator, contestant), pairs in groups.items():
+        line = [OPERATORS[operator].title, contestant, str(len(pairs))]
+        for spread in ("time", "forward") if forward else ("time",):
+            found = [
+                (getattr(base, spread).median / getattr(row, spread).median, row.shape)
+                for row, base in pairs
+                if getattr(row, spread) and getattr(base, spread)
+            ]
+            (least, at_least), (most, at_most) = min(found), max(found)
+            mean = geometric_mean(factor for factor, _ in found)
+            line += [f"**{mean:.2f}×**", f"{least:.2f}× ({at_least})", f"{most:.2f}× ({at_most})"]
+        body.append(line)
+    backward = ("geometric mean", "least", "most")
+    head = [*backward, *(f"forward: {name}" for name in backward if forward)]
+    return _table(("operator", "contestant", "shapes", *head), body)
+
+
 def memory_table(sets: Sequence[Results], level: str) -> str:
     """Peak workspace of the backward, or peak memory of the training step."""
     rows = [row for row in merged(sets) if row.level == level]
@@ -133,6 +161,7 @@ def reasons(sets: Sequence[Results], level: str) -> str:
 
 VIEWS: dict[str, Callable[[Sequence[Results], str], str]] = {
     "time": time_table,
+    "factors": factor_table,
     "memory": memory_table,
     "details": details_table,
     "reasons": reasons,
@@ -169,8 +198,8 @@ def to_csv(results: Results) -> str:
     out = io.StringIO()
     names = [
         "level", "operator", "shape", "contestant", "status", "reason", "ms", "ms_q1", "ms_q3", "samples",
-        "forward_ms", "forward_q1", "forward_q3", "host_ms", "speedup", "workspace_bytes", "cold_start_s",
-        "floor_bytes", "floor_flops", "copy_share", "matmul_share", "largest_error", "parameters",
+        "forward_ms", "forward_q1", "forward_q3", "host_ms", "speedup", "workspace_bytes", "saved_bytes",
+        "cold_start_s", "floor_bytes", "floor_flops", "copy_share", "matmul_share", "largest_error", "parameters",
         "tokens_per_s", "peak_bytes", "operator_share", "first_loss", "last_loss",
     ]  # fmt: skip
     writer = csv.DictWriter(out, names, lineterminator="\n")
@@ -181,8 +210,9 @@ def to_csv(results: Results) -> str:
             "level": row.level, "operator": row.operator, "shape": row.shape, "contestant": row.contestant,
             "status": row.status, "reason": row.reason, "host_ms": row.host_ms,
             "speedup": speedup(row, bases.get(row.point)),
-            "workspace_bytes": row.workspace, "cold_start_s": row.cold_s, "floor_bytes": row.floor_bytes,
-            "floor_flops": row.floor_flops, "largest_error": max(row.errors.values(), default=None),
+            "workspace_bytes": row.workspace, "saved_bytes": row.saved, "cold_start_s": row.cold_s,
+            "floor_bytes": row.floor_bytes, "floor_flops": row.floor_flops,
+            "largest_error": max(row.errors.values(), default=None),
         }  # fmt: skip
         if row.time:
             t = row.time
