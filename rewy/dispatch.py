@@ -2,7 +2,7 @@
 
 An explicit choice runs there or raises; it never falls back. The automatic choice is the backend made for the
 device; where that cannot compute the problem the reference does, and the reason is logged once under the
-logger `rewy`.
+logger `rewy`, unless that backend's own settings insist.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class Unimportable:
     def unusable(self) -> str:
         return f"it does not import: {self.error}"
 
+    def insists(self) -> bool:
+        return False
+
 
 def backends() -> dict[str, str | None]:
     """Every backend with the reason why it cannot run in this process, or None when it can."""
@@ -76,6 +79,8 @@ def resolve(problem: Problem, requested: str | None = None) -> Backend:
     reason = refusal(backend, problem)
     if reason is None:
         return backend
+    if backend.insists():
+        raise ValueError(f"backend {name!r} cannot compute this call: {reason}")
     _log_once(
         f"{problem.operator.title} on {problem.device.type} takes the reference backend, not {name}: {reason}"
     )

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The rungs of docs/ascend.md: the ascend backend on this machine without an NPU (x86-64 Linux, python3, g++).
-# a to c: installs torch_npu into .venv-ascend, builds the fake runtime and the custom operators over the emulation.
+# a to c: installs torch_npu into .venv-ascend, builds a fake CANN and, with it and a copy of the sources, does what the
+# owner of a card does: scripts/build_ascend.sh. Kernels then run over the emulation, under ASan and UBSan.
 # d: installs triton-ascend and the vendor's compiler into .venv-ascend-triton, and MLIR 19 (Debian's packages) where CI
 # runs this as root. Then runs tests/ascend. What is in those folders is used again. Exits with 77 where torch_npu
 # cannot be had; says which rung was skipped, and why.
@@ -22,14 +23,31 @@ environment() {
     "$python" -m pip install --quiet "${@:2}" >&2 && echo "$python"
 }
 
-python=$(environment .venv-ascend torch==2.13.0 torch_npu==2.13.0 numpy pytest pytest-xdist) || {
+python=$(environment .venv-ascend torch==2.13.0 torch_npu==2.13.0 numpy cmake pytest pytest-xdist) || {
     echo "SKIPPED: torch 2.13.0 and torch_npu 2.13.0 cannot be installed here; no rung of the ladder ran"
     exit 77
 }
 "$python" -m pip install --quiet -e ".[bench]"
 
 bash tests/ascend/fake/build.sh "$python" "$PWD/build/ascend"
-bash tests/ascend/fake/build_ops.sh "$python" "$PWD/build/ascend"
+source build/ascend/env.sh
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# The owner's checkout; what loads the sanitized library needs a python that has the sanitizer loaded first.
+owner=$PWD/build/ascend/owner
+rm -rf "$owner" && mkdir -p "$owner/bin" && cp -r rewy scripts pyproject.toml "$owner"
+cat >"$owner/bin/python3" <<END
+#!/usr/bin/env bash
+if [[ \$1 == -m && \${REWY_ASCEND_OPS:-} != never ]]; then
+    export ASAN_OPTIONS=detect_leaks=0
+    export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+fi
+exec "$python" "\$@"
+END
+chmod +x "$owner/bin/python3"
+sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=all"
+PATH="$owner/bin:${python%/*}:$PATH" CXXFLAGS="-g $sanitizers" FAKE_BISHENG_FLAGS="$sanitizers" bash "$owner/scripts/build_ascend.sh"
+export REWY_ASCEND_TEST_LIBRARY=$owner/rewy/backends/ascend/librewy_ascend.so
 
 if triton=$(environment .venv-ascend-triton triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11 numpy); then
     export REWY_ASCEND_TRITON_PYTHON=$triton
@@ -41,7 +59,10 @@ else
     echo "SKIPPED: triton-ascend 3.2.0 and ascendnpu-ir 1.2.0 cannot be installed here; rung d did not run"
 fi
 
-source build/ascend/env.sh
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export REWY_ASCEND_TEST_LIBRARY=$PWD/build/ascend/librewy_ascend.so
-exec "$python" -m pytest -rs -n 2 --dist loadfile tests/ascend "$@"
+failed=0
+tests() {
+    "$@" || [[ $? == 5 ]] || failed=1 # 5: no test was asked for
+}
+tests "$owner/bin/python3" -m pytest -rs -n 2 tests/ascend/test_ops.py "$@"
+tests "$python" -m pytest -rs -n 2 --dist loadfile tests/ascend --ignore=tests/ascend/test_ops.py "$@"
+exit $failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -98,6 +99,24 @@ def test_verify_reports_and_exits(monkeypatch: pytest.MonkeyPatch, ok: bool) -> 
     assert ("3 of 3" if ok else "1 of 3") + " within budget" in result.output
     assert ("WRONG" in result.output) != ok
     assert ("RuntimeError: no kernel" in result.output) != ok
+
+
+def test_verify_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = [Row("kda", name, "call", 0.0, 0.0, True, f"{name} is too wide") for name in ("one", "two")]
+    monkeypatch.setattr(rewy.testing, "verify", lambda *_: rows(True) + left_out)
+    result = runner.invoke(app, ["verify"])
+    assert result.exit_code == 0
+    assert "3 of 3 within budget\n2 cases left out, the first because one is too wide\n" in result.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_verify_on_an_npu_needs_torch_npu() -> None:
+    result = runner.invoke(app, ["verify", "--device", "npu"])
+    assert result.exit_code == 2
+    assert (
+        "'ascend' cannot be verified on npu: torch_npu is not installed (pip install 'rewy[ascend]')"
+        in result.output
+    )
 
 
 def test_verify_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

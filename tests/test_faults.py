@@ -11,6 +11,7 @@ from checks import GATED
 
 from rewy.algebra import adjoint, chunked, pairs
 from rewy.algebra import rewy as rewy_algebra
+from rewy.backends.reference import Reference
 from rewy.problem import OPERATORS, Operands
 from rewy.testing import Case, budgets, computed, error, errors, exact, fenced, make, poisoned, verify
 from rewy.testing.cases import log_decay
@@ -241,6 +242,19 @@ def test_verify_is_green_and_sees_a_fault(monkeypatch):
     rows = verify("cpu")
     assert not any(row.ok for row in rows)
     assert {(row.tensor, row.note) for row in rows} == {("call", "RuntimeError: launch failed")}
+
+
+def test_verify_leaves_out_what_a_backend_does_not_take(monkeypatch):
+    cases = {f"K = {K}": Case("", B=1, T=3, H=1, HV=1, K=K) for K in (16, 32)}
+    monkeypatch.setattr(sys.modules[verify.__module__], "QUICK", cases)
+    takes = {16}
+    monkeypatch.setattr(Reference, "supports", lambda _, problem: (problem.K in takes, f"K = {problem.K}"))
+    rows = verify("cpu")
+    assert all(row.ok for row in rows)
+    assert {row.case.split(",")[0]: row.note for row in rows} == {"K = 16": "", "K = 32": "K = 32"}
+    takes.clear()
+    with pytest.raises(ValueError, match="'reference' cannot be verified on cpu: K = 16"):
+        verify("cpu")
 
 
 def test_verify_refuses_what_it_cannot_run():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rewy
+from rewy import dispatch
 from rewy.problem import OPERATORS, Options, describe
 from rewy.testing import Case, arguments, make
 
@@ -406,6 +407,15 @@ def test_an_explicit_backend_never_falls_back():
             ValueError, match=f"backend='{name}' was asked for but cannot compute this call: "
         ):
             call(backend=name)
+
+
+def test_a_backend_that_insists_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(dispatch.MADE_FOR, "cpu", "ascend")
+    monkeypatch.delenv("REWY_ASCEND_OPS", raising=False)
+    call()
+    monkeypatch.setenv("REWY_ASCEND_OPS", "require")
+    with pytest.raises(ValueError, match="backend 'ascend' cannot compute this call: "):
+        call()
 
 
 class TestFlaNames:

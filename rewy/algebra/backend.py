@@ -18,6 +18,9 @@ class AlgebraBackend:
 
     prologue = prologue
 
+    def insists(self) -> bool:
+        return False
+
     def arithmetic(self, problem: Problem) -> Arithmetic:
         return Arithmetic.of(problem.dtype)
 

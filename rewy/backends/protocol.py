@@ -31,6 +31,9 @@ class Backend(Protocol):
     def supports(self, problem: Problem) -> tuple[bool, str]:
         """Whether this problem can be computed here, and the reason when it cannot."""
 
+    def insists(self) -> bool:
+        """Whether its own settings ask for what `supports` refuses, so that no other backend may compute it instead."""
+
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(o [B,T,HV,V] in q's dtype, final state [N,HV,K,V] in the work dtype, tensors kept for backward).
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import gxx
 import pytest
 import torch
 
 import rewy
+from rewy.algebra import layout
+from rewy.backends.ascend import ops
 from rewy.backends.ascend.fused import _masks
 from rewy.problem import OPERATORS
-from rewy.testing import Case, arguments, computed, exact, leaves, make
+from rewy.testing import Case, arguments, budgets, computed, errors, exact, leaves, make
 
 pytest.importorskip(
     "torch_npu",
     reason="torch_npu has an environment of its own: scripts/ascend_ladder.sh",
     exc_type=ImportError,
 )
-from test_torch_npu import assert_right, on_npu, waits
+from test_torch_npu import assert_right, on_npu, python, torch_npu, waits
 
 LIBRARY = os.environ.get("REWY_ASCEND_TEST_LIBRARY")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="scripts/ascend_ladder.sh builds the operators")
@@ -43,8 +49,8 @@ CASES = {
     "three tiles of key and of value channels": Case("", B=1, T=70, H=1, HV=2, K=192, V=192),
     "three tiles of key channels, from no decay to strong": Case("", B=1, T=70, K=192, V=64, gate="GQ"),
     "three tiles of value channels": Case("", B=1, T=70, H=1, HV=2, K=128, V=192, lengths=(3, 66)),
-    "a scan for every core": Case("", B=8, T=70, H=2, HV=4, K=64, V=128),
-    "more chunks than cores": Case("", B=2, T=600, H=1, HV=2, K=64, V=64),
+    "five cores, a scan for each": Case("", B=3, T=70, H=1, HV=2, K=64, V=128),
+    "five cores, more chunks": Case("", B=2, T=250, H=1, HV=2, K=64, V=64),
     "packed, far and near side by side": Case("", B=1, T=200, K=64, V=64, lengths=(3, 130, 64), gate="GH300"),
 }
 
@@ -59,8 +65,10 @@ def required(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("title", CASES)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
+def test_parity(operator: str, title: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both state passes and the gradient."""
+    if title.startswith("five cores"):
+        monkeypatch.setenv("FAKE_ACL_CORES", "5")
     assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": dtype})))
 
 
@@ -83,6 +91,28 @@ def test_conventional_form(operator: str, title: str) -> None:
     assert_right(case, algebra="conventional")
 
 
+SIZES = list(itertools.product(ops.SIZES, ops.SIZES))
+
+
+@pytest.mark.parametrize(("K", "V"), SIZES)
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "gdn2"])
+def test_sizes(operator: str, K: int, V: int) -> None:
+    """Every size of key heads with every size of value heads, one number a head and one a channel."""
+    assert_right(Case(operator, B=1, T=70, H=1, HV=1, K=K, V=V, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("K", "V"), SIZES)
+def test_sizes_of_the_conventional_form(K: int, V: int) -> None:
+    operator = "gdn2" if (K + V) % 128 else "gated_delta_rule"
+    case = Case(operator, B=1, T=70, H=1, HV=1, K=K, V=V, dtype=torch.bfloat16)
+    assert_right(case, algebra="conventional")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_kept_states(operator: str) -> None:
+    assert_right(Case(operator, B=1, T=150, K=64, V=64, dtype=torch.bfloat16), disable_recompute=True)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_forms_round_differently(operator: str) -> None:
     """So that neither can be the other under its name."""
@@ -91,10 +121,12 @@ def test_forms_round_differently(operator: str) -> None:
     assert not torch.equal(rewy_form, conventional)
 
 
+@pytest.mark.parametrize("gate", ["GL10", "GX1000"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_accuracy_standard(operator: str) -> None:
+def test_accuracy_standard(operator: str, dtype: torch.dtype, gate: str) -> None:
     """Errors against the fp64 recurrence over those of the same products in plain torch: mean, rms and maximum."""
-    case = Case(operator, B=1, T=150, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16)
+    case = Case(operator, B=1, T=150, H=1, HV=2, K=128, V=128, dtype=dtype, gate=gate)
     x, do, dht = make(case)
     expected = exact(x, do, dht)
     control = computed(x, do, dht, algebra="conventional", backend="reference")
@@ -163,10 +195,39 @@ def test_state_layouts(operator: str, lengths: tuple[int, ...] | None) -> None:
         assert torch.equal(keys_first, values_first)
 
 
-def test_repeats_are_bitwise_equal() -> None:
-    case = Case("gated_delta_rule", B=1, T=150, K=64, V=64, dtype=torch.bfloat16)
-    first, second = on_npu(case), on_npu(case)
+@pytest.mark.parametrize("algebra", ["rewy", "conventional"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_repeats_are_bitwise_equal(operator: str, algebra: str) -> None:
+    case = Case(operator, B=1, T=150, H=1, K=64, V=64, gate="GQ", dtype=torch.bfloat16)
+    first, second = (on_npu(case, algebra=algebra) for _ in range(2))
     assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
+
+
+LAUNCHES = """
+import torch
+from rewy.testing import Case, computed, leaves, make
+
+x, do, dht = make(Case("kda", B=1, T=200, H=1, HV=2, K=64, V=64, dtype=torch.bfloat16))
+x, do, dht = leaves(x, "npu"), do.npu(), dht.npu()
+stream = torch.npu.Stream()
+with torch.npu.stream(stream):
+    computed(x, do, dht)
+torch.npu.synchronize()
+print(stream.npu_stream)
+"""
+
+
+def test_launches_on_the_current_stream_over_the_cores_there_are(tmp_path: Path) -> None:
+    """Two scans, over the chunks of which there are eight."""
+    blocks = {}
+    for cores in (32, 3):
+        log = tmp_path / str(cores)
+        run = python(LAUNCHES, FAKE_ACL_LOG=str(log), FAKE_ACL_CORES=str(cores))
+        assert run.returncode == 0, run.stderr
+        words = [line.split() for line in log.read_text().splitlines() if line.startswith("launch")]
+        assert {word[-1] for word in words} == {run.stdout.strip()}
+        blocks[cores] = [int(word[2]) for word in words]
+    assert blocks == {32: [2, 2, 2, 8], 3: [2, 2, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -179,14 +240,59 @@ def test_repeats_are_bitwise_equal() -> None:
 )
 def test_required_but_unfit(case: Case, reason: str) -> None:
     x, _, _ = make(case)
-    with pytest.raises(ValueError, match=f"custom operators are required, but .*({reason})"):
-        rewy.delta_attention(**arguments(leaves(x, "npu")), backend="ascend")
+    for backend in (None, "ascend"):
+        with pytest.raises(ValueError, match=f"custom operators are required, but .*({reason})"):
+            rewy.delta_attention(**arguments(leaves(x, "npu")), backend=backend)
+
+
+def test_the_automatic_choice_says_once_why_it_does_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case("kda", T=65, K=48, V=64, dtype=torch.bfloat16)
+    reason = "KDA does without the custom operators: they take chunks of 64"
+    for choice, said in (("never", []), ("auto", [reason])):
+        monkeypatch.setenv("REWY_ASCEND_OPS", choice)
+        with caplog.at_level(logging.WARNING, "rewy"):
+            assert_right(case)
+            on_npu(case)
+        assert [record.message.split(" and K")[0] for record in caplog.records] == said
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"FAKE_ACL_SOC": "Ascend910B1"}, "they are built for Ascend950, this is Ascend910B1"),
+        ({"FAKE_ACL_CANN": "8.5.0"}, "they need CANN 9.1 or later, this is 8.5.0"),
+    ],
+    ids=["chip", "CANN"],
+)
+def test_wrong_machine(environment: dict[str, str], reason: str) -> None:
+    """An explicit choice refuses; the automatic one computes without the operators and says why."""
+    code = LAUNCHES.replace("stream = ", "import logging; logging.basicConfig()\nstream = ")
+    refused = python(code, **environment)
+    assert refused.returncode != 0
+    assert (
+        f"backend 'ascend' cannot compute this call: the custom operators are required, but {reason}"
+        in refused.stderr
+    )
+    automatic = python(code, **environment, REWY_ASCEND_OPS="auto")
+    assert automatic.returncode == 0, automatic.stderr
+    assert f"WARNING:rewy:KDA does without the custom operators: {reason}" in automatic.stderr
 
 
 def test_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWY_ASCEND_OPS", "/nowhere/librewy_ascend.so")
     x, _, _ = make(Case("delta_rule", K=64, V=64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="not built"):
+        rewy.delta_attention(**arguments(leaves(x, "npu")), backend="ascend")
+
+
+def test_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    monkeypatch.setenv("REWY_ASCEND_OPS", str(broken))
+    x, _, _ = make(Case("delta_rule", K=64, V=64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"they do not load: .*broken\.so: file too short"):
         rewy.delta_attention(**arguments(leaves(x, "npu")), backend="ascend")
 
 
@@ -331,3 +437,107 @@ def test_operator_refuses_strides() -> None:
 def test_operator_refuses_sizes() -> None:
     with pytest.raises(ValueError, match="K and V must be multiples of 64 up to 256, got K = 32, V = 64"):
         torch.ops.rewy_ascend.chunk_gradient(**operands("npu", K=32))
+
+
+# ---- planted faults, from the public function --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [None, (65, 5)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_tail_that_is_not_masked_is_noticed(
+    operator: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels take whole chunks: past its end a sequence has zeros in every operand."""
+
+    def unmasked(x: torch.Tensor, T: int) -> torch.Tensor:
+        rest = x[:, :1].expand(-1, T - x.shape[1], *x.shape[2:])
+        return torch.cat([x, rest], 1)
+
+    case = Case(operator, B=1, T=70, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
+    x, do, dht = make(case)
+    expected = exact(x, do, dht)
+    allowed = budgets(x, do, dht, expected)
+    monkeypatch.setattr(layout, "_padded", unmasked)
+    found = errors(on_npu(case), expected)
+    assert {name for name, e in found.items() if not e <= allowed[name]} >= {"ht", "dk", "dv"}
+
+
+# In one kernel's source: what stands there, what is planted, what tells.
+FAULTS = {
+    "a missing wait": (
+        "state_pass.h",
+        "        WaitFlag<HardEvent::MTE2_MTE1>(slot);\n        CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);\n",
+        "        CrossCoreWaitFlag<2, PIPE_MTE1>(STATE_READY);\n",
+        "with no wait between",
+    ),
+    "a wrong stride": ("chunk_gradient.h", "x.v[o], V);", "x.v[o], D);", "'dbeta'"),
+    "a mask left out": (
+        "chunk_gradient.h",
+        "            Mul(pair, pair, mask, R * C);\n        }\n",
+        "        }\n",
+        "'dk'",
+    ),
+    "an overflowing buffer": ("core.h", "SLOT = 32 << 10", "SLOT = 60 << 10", "of L0A, which has 65536"),
+    "a wait that nothing ends": (
+        "state_pass.h",
+        "        CrossCoreSetFlag<2, PIPE_FIX>(PREDICTED_READY);\n",
+        "",
+        "deadlock: waits for cross-core flag",
+    ),
+}
+COMPUTE = """
+import torch
+from rewy.testing import Case, budgets, errors, exact, make
+from test_torch_npu import on_npu
+
+case = Case("gated_delta_rule", B=1, T=150, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16)
+x, do, dht = make(case)
+expected = exact(x, do, dht)
+allowed = budgets(x, do, dht, expected)
+print("wrong:", [name for name, e in errors(on_npu(case), expected).items() if not e <= allowed[name]])
+"""
+
+
+def with_fault(fault: tuple[str, str, str], folder: Path) -> Path:
+    """The operators of scalar gates with one text of the kernels' sources replaced."""
+    assert LIBRARY is not None
+    name, there, wrong = fault
+    sources = {path.name: path.read_text() for path in gxx.CSRC.iterdir() if path.suffix in (".h", ".asc")}
+    assert sources[name].count(there) == 1
+    sources[name] = sources[name].replace(there, wrong)
+    one = {" INSTANCE(true, false) INSTANCE(true, true)": "", "INSTANCE(64) INSTANCE(128)": "INSTANCE(64)"}
+    for text, fewer in one.items():
+        assert sources["launch.h"].count(text) == 1
+        sources["launch.h"] = sources["launch.h"].replace(text, fewer)
+    for file, text in sources.items():
+        (folder / file).write_text(text)
+    host = Path(LIBRARY).parents[3] / "build/ascend_ops/CMakeFiles/rewy_ascend.dir/ops.cpp.o"
+    launch = subprocess.run(
+        ["sed", "-E", "-f", gxx.EMULATION / "launch.sed", folder / "launch.asc"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (folder / "launch.cpp").write_text(launch.stdout)
+    library = folder / "librewy_ascend.so"
+    where = [Path(torch.__file__).parent / "lib", Path(torch_npu.__file__).parent / "lib"]
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *gxx.SANITIZERS]
+    command += [
+        f"-I{folder}",
+        f"-I{gxx.EMULATION}",
+        folder / "launch.cpp",
+        host,
+        "-o",
+        library,
+        *(f"-L{path}" for path in where),
+    ]
+    command += ["-ltorch_cpu", "-lc10", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
+    subprocess.run(command, check=True, env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
+    return library
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_a_kernel_is_noticed(fault: str, tmp_path: Path) -> None:
+    """As an error that says where, or as a result that is wrong; never as a hang."""
+    *change, tells = FAULTS[fault]
+    library = with_fault((change[0], change[1], change[2]), tmp_path)
+    run = python(COMPUTE, REWY_ASCEND_OPS=str(library), PYTHONPATH=str(gxx.HERE))
+    assert tells in run.stdout + run.stderr

@@ -73,8 +73,13 @@ def test_command_line() -> None:
     info = subprocess.run([sys.executable, "-m", "rewy", "info"], capture_output=True, text=True, timeout=120)
     assert info.returncode == 0, info.stderr
     assert "Ascend950DT" in info.stdout
-    plan = [sys.executable, "-m", "rewy", "bench", "configs/ascend950dt.yaml", "--dry-run"]
-    assert "gdn2" in subprocess.run(plan, capture_output=True, text=True, timeout=120, check=True).stdout
+    bench = [sys.executable, "-m", "rewy", "bench", "configs/ascend950dt.yaml", "--dry-run"]
+    plan = subprocess.run(bench, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    for contestant in ("rewy", "rewy-conventional"):
+        ours = [line for line in plan if re.search(rf" · {contestant}(:|$)", line)]
+        assert all(f" · {operator} · " in "".join(ours) for operator in OPERATORS)
+        assert all(line.endswith(f" · {contestant}") for line in ours)
+    assert any("fla: not installed" in line for line in plan)
 
 
 def test_streams_and_events() -> None:
@@ -171,8 +176,9 @@ def test_in_kernel_options(operator: str, lower_bound: float | None) -> None:
         assert error(actual, right) <= FACTOR * (error(allowed, right) + roundoff)
 
 
-def test_repeats_are_bitwise_equal() -> None:
-    case = Case("gdn2", T=130, dtype=torch.bfloat16)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_repeats_are_bitwise_equal(operator: str) -> None:
+    case = Case(operator, T=130, dtype=torch.bfloat16)
     first, second = on_npu(case), on_npu(case)
     assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
 
@@ -206,25 +212,31 @@ def test_refusals() -> None:
         rewy.delta_attention(**arguments(leaves(x, "npu")), algebra="autograd", backend="ascend")
 
 
-def test_what_reaches_the_device(tmp_path: Path) -> None:
-    """Products of 16-bit operands with fp32 results, no arithmetic on integers."""
+@pytest.mark.parametrize("lengths", [None, (3, 127)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_reaches_the_device(operator: str, lengths: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Products of 16-bit operands with fp32 results; integers that name rows, and no arithmetic on them."""
     log = tmp_path / "log"
     run = python(
         "import torch\n"
         "from rewy.testing import Case, arguments, leaves, make\n"
         "import rewy, sys\n"
-        "x, do, _ = make(Case('gated_delta_rule', B=1, T=130, K=64, V=64, dtype=torch.bfloat16))\n"
-        "x, do = leaves(x, 'npu'), do.npu()\n"
+        f"case = Case({operator!r}, B=1, T=130, K=64, V=64, lengths={lengths}, dtype=torch.bfloat16)\n"
+        "x, do, _ = make(case)\n"
+        "x, do = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens), 'npu'), do.npu()\n"
         "torch.npu.synchronize()\n"
         f"open({str(log)!r}, 'w').close()\n"
         "o, _ = rewy.delta_attention(**arguments(x), backend='ascend')\n"
         "o.backward(do)\n"
         "torch.npu.synchronize()\n",
         FAKE_ACL_LOG=str(log),
+        REWY_ASCEND_OPS="never",
     )
     assert run.returncode == 0, run.stderr
     lines = log.read_text().splitlines()
-    assert not [line for line in lines if "Long" in line or "Double" in line]
+    assert not [line for line in lines if "Double" in line]
+    on_integers = {line.split()[0] for line in lines if "Long" in line or "Int[" in line}
+    assert on_integers <= ({"aclnnIndexSelect", "aclnnIndexCopy", "aclnnIndex"} if lengths else set())
     products = [re.findall(r"(\w+)\[", line) for line in lines if line.startswith("aclnnBatchMatMul")]
     assert products and all(types == ["BFloat16", "BFloat16", "Float"] for types in products)
     # What remains in fp32 is the inverse of each chunk's unit triangle, in blocks of at most 32.

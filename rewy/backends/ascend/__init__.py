@@ -32,9 +32,12 @@ class Ascend(AlgebraBackend):
     def supports(self, problem: Problem) -> tuple[bool, str]:
         if problem.dtype not in self.dtypes:
             return False, f"q must be bfloat16, float16 or float32 on an npu, got {problem.dtype}"
-        if ops.choice()[0] == "require" and (reason := ops.unfit(problem)) is not None:
+        if self.insists() and (reason := ops.unfit(problem)) is not None:
             return False, f"the custom operators are required, but {reason}"
         return True, ""
+
+    def insists(self) -> bool:
+        return ops.choice()[0] == "require"
 
     def arithmetic(self, problem: Problem) -> CubeArithmetic:
         return CubeArithmetic.of(problem.dtype)
@@ -51,9 +54,9 @@ class Ascend(AlgebraBackend):
 
 
 def _fits(problem: Problem) -> bool:
-    """Whether the custom operators compute it; why not is logged once."""
+    """Whether the custom operators compute it; why not is logged once, unless they were not to."""
     reason = ops.unfit(problem)
-    if reason is not None:
+    if reason is not None and ops.choice()[0] != "never":
         _log_once(f"{problem.operator.title} does without the custom operators: {reason}")
     return reason is None
 
@@ -73,7 +76,7 @@ def _unusable() -> str | None:
 
 @cache
 def _log_once(message: str) -> None:
-    log.info(message)
+    log.warning(message)
 
 
 backend = Ascend()

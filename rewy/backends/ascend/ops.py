@@ -8,6 +8,7 @@ default) uses the operators where they fit and torch_npu's elsewhere; `require` 
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rewy.problem import Problem
 
 LIBRARY = Path(__file__).with_name("librewy_ascend.so")
 CHIPS = "Ascend950"
+CANN = (9, 1)
 CHUNK = 64
 SIZES = (64, 128, 192, 256)
 
@@ -51,10 +53,13 @@ def _unavailable(library: Path) -> str | None:
     chip = torch.npu.get_device_name()  # type: ignore[attr-defined]
     if not chip.startswith(CHIPS):
         return f"they are built for {CHIPS}, this is {chip}"
+    version = torch.npu.utils.get_cann_version()  # type: ignore[attr-defined]
+    if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < CANN:
+        return f"they need CANN {CANN[0]}.{CANN[1]} or later, this is {version}"
     if not library.exists():
         return f"they are not built (scripts/build_ascend.sh makes {library})"
     try:
         torch.ops.load_library(library)
     except OSError as error:
-        return f"they do not load: {error}"
+        return f"they do not load: {error.__cause__ or error}"
     return None

@@ -39,6 +39,9 @@ class CudaBackend:
     def unusable(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA device is available"
 
+    def insists(self) -> bool:
+        return False
+
     def supports(self, problem: Problem) -> tuple[bool, str]:
         if problem.dtype not in self.dtypes:
             return False, "the CUDA kernels compute in float32, float16 and bfloat16, not in float64"

@@ -27,12 +27,13 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <source_location>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "../fake/log.h"
 
 #define __aicore__
 #define __global__
@@ -76,7 +77,15 @@ enum QuantMode_t { NoQuant, F322F16, F322BF16 };
 
 namespace emulation {
 
-using Place = std::source_location;
+// Where a call stands.
+struct Place {
+    const char *file;
+    int line;
+    static constexpr Place current(const char *file = __builtin_FILE(), int line = __builtin_LINE())
+    {
+        return {file, line};
+    }
+};
 
 constexpr int kPipes = 7;
 constexpr int kCores = 3;  // AIC, AIV 0, AIV 1
@@ -140,11 +149,7 @@ struct Core {
 struct Block {
     std::array<std::vector<uint8_t>, kMemories> bytes;
     std::array<std::vector<Line>, kMemories> lines;
-    std::array<Core, kCores> cores{
-        Core{.kind = Kind::AIC, .sub = 0, .index = 0},
-        Core{.kind = Kind::AIV, .sub = 0, .index = 1},
-        Core{.kind = Kind::AIV, .sub = 1, .index = 2},
-    };
+    std::array<Core, kCores> cores{Core{Kind::AIC, 0, 0}, Core{Kind::AIV, 0, 1}, Core{Kind::AIV, 1, 2}};
     std::array<std::array<std::deque<Clock>, 2>, kCrossFlags> half_set;  // set by one vector core, not yet by both
     std::mutex mutex;
     std::condition_variable changed;
@@ -172,8 +177,8 @@ inline Block &block() { return *t_block; }
 
 inline std::string where(const Place &p)
 {
-    const std::string file = p.file_name();
-    return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(p.line());
+    const std::string file = p.file;
+    return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(p.line);
 }
 
 template <class... Parts>
@@ -376,9 +381,14 @@ struct Launched {
 
     void operator()(Parameters... arguments) const
     {
+        std::ostringstream line;
+        line << "launch of " << blocks << " blocks on stream " << reinterpret_cast<uintptr_t>(stream);
+        fake_log(line.str());
         launch(blocks, [&] { kernel(arguments...); });
     }
 };
+template <class... Parameters>
+Launched(int64_t, uint32_t, void *, void (*)(Parameters...)) -> Launched<Parameters...>;
 
 }  // namespace emulation
 

@@ -46,6 +46,13 @@ aclError waited(const char *what)
     return ACL_SUCCESS;
 }
 
+// What an environment variable says about the chip, or else what the fake is.
+const char *setting(const char *variable, const char *otherwise)
+{
+    const char *value = std::getenv(variable);
+    return value != nullptr ? value : otherwise;
+}
+
 aclError refuse(const char *what)
 {
     std::fprintf(stderr, "fake acl: %s\n", what);
@@ -93,14 +100,13 @@ const char *aclGetRecentErrMsg() { return "fake acl: see stderr"; }
 
 const char *aclrtGetSocName()
 {
-    const char *name = std::getenv("FAKE_ACL_SOC");
-    return name != nullptr ? name : "Ascend950DT_9595";
+    return setting("FAKE_ACL_SOC", "Ascend950DT_9595");
 }
 
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion *version)
 {
     std::memset(version, 0, sizeof(*version));
-    std::strcpy(version->version, "9.1.0");
+    std::strcpy(version->version, setting("FAKE_ACL_CANN", "9.1.0"));
     return ACL_SUCCESS;
 }
 
@@ -140,10 +146,11 @@ aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t, int32_t)
 // Core counts and L2 of an Ascend 950DT; memory is what this fake lends.
 aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr attribute, int64_t *value)
 {
+    const int64_t cores = std::atoi(setting("FAKE_ACL_CORES", "32"));
     switch (attribute) {
         case ACL_DEV_ATTR_AICORE_CORE_NUM:
-        case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = 32; return ACL_SUCCESS;
-        case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = 64; return ACL_SUCCESS;
+        case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = cores; return ACL_SUCCESS;
+        case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = 2 * cores; return ACL_SUCCESS;
         case ACL_DEV_ATTR_TOTAL_GLOBAL_MEM_SIZE: *value = kMemory; return ACL_SUCCESS;
         case ACL_DEV_ATTR_L2_CACHE_SIZE: *value = int64_t{128} << 20; return ACL_SUCCESS;
         default: return refuse("device attribute that this fake does not know");

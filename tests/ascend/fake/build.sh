@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Builds the fake Ascend libraries for one torch_npu: build.sh PYTHON OUTPUT_FOLDER (x86-64 Linux, g++).
+# Builds a fake CANN for one torch_npu: build.sh PYTHON OUTPUT_FOLDER (x86-64 Linux, g++). Its libraries compute on host
+# memory; its compiler (cann/) builds kernels over the emulation. OUTPUT_FOLDER/env.sh is its set_env.sh.
 set -euo pipefail
 python=$1
 out=$2
 here=$(cd "$(dirname "$0")" && pwd)
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 npu=$site/torch_npu
-mkdir -p "$out/lib" "$out/opp" "$out/runtime" "$out/compiler"
+mkdir -p "$out"/{lib,opp,runtime,compiler/tikcpp,share/info/asc-devkit}
 cd "$out"
+ln -sfn lib lib64
+ln -sfn "$here/cann" compiler/tikcpp/ascendc_kernel_cmake
+echo Version=9.1.0 >share/info/asc-devkit/version.info
 
 flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -I"$npu/include/third_party/acl/inc")
 g++ "${flags[@]}" -c "$here/acl.cpp" -o acl.o
