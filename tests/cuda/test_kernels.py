@@ -267,7 +267,8 @@ def test_the_planner_can_be_replaced(device: torch.device) -> None:
 
     x, do, dht = make(replace(SMALL, V=32))
     results(SMALL, device, x, do, dht, CudaBackend(planner))
-    assert len(asked) == 3  # forward, what it keeps, backward
+    assert len(asked) in (3, 5)  # forward, what it keeps, backward; where kernels are missing, both before
+    assert len({*asked}) == 1
 
 
 @pytest.mark.cuda
