@@ -71,7 +71,7 @@ def test_plan_follows_the_file(tmp_path: Path) -> None:
         ("device: cpu", "device: tpu", "c.yaml:2: device: Input should be 'cpu', 'cuda' or 'npu', got 'tpu'"),
         ("[backward, autograd]", "[forward]", "c.yaml:4: levels.0: Input should be 'backward', 'autograd' or"),
         ("[delta_rule, kda]", "[delta, kda]", "c.yaml:5: operators: unknown delta; allowed: delta_rule, gated_"),
-        ("[rewy, rewy-conv", "[rewi, rewy-conv", "c.yaml:6: contestants: unknown rewi; allowed: rewy, rewy-conv"),
+        ("[rewy, rewy-conv", "[rewi, rewy-conv", "c.yaml:6: contestants: unknown rewi; allowed: rewy, rewy-kept"),
         ("[rewy, ", "[rewy, rewy, ", "c.yaml:6: contestants: rewy stands twice; a contestant repeats as NAME#2"),
         ("baseline: rewy-conventional", "baseline: fla", "c.yaml:7: baseline: unknown fla; allowed: rewy, rewy-c"),
         ("    HV: 2", "    HV: 0", "c.yaml:12: shapes.1.HV: Input should be greater than 0, got 0"),
