@@ -1,4 +1,4 @@
-"""The command line: `rewy info`, `verify`, `bench`, `report`, `compare`."""
+"""The command line: `rewy info`, `verify`, `bench`, `join`, `report`, `compare`."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measures a configuration: JSON lines, CSV, Markdown tables and plots."""
-    alone = tuple(operators or ())
+    alone = tuple(dict.fromkeys(operators or ()))
     with _complaints():
         from rewy.bench import harness, report, results
         from rewy.bench.config import load
@@ -135,7 +135,7 @@ def bench(
             for point, contestant, reason in harness.outlook(chosen, alone):
                 typer.echo(" · ".join((*point.key, contestant)) + (f": {reason}" if reason else ""))
             return
-        folder = out or _default_folder(config.stem, resume)
+        folder = out or _default_folder(config.stem, alone, resume)
         path = folder / results.FILE
         if path.exists() and not resume:
             raise ValueError(f"{path} exists; --resume goes on with it, --out chooses another folder")
@@ -159,9 +159,10 @@ def bench(
             for written in (path, *report.write_beside(measured)):
                 console.print(f"wrote {written}", markup=False)
         if outcome.stopped:
+            again = "".join(f"--operator {operator} " for operator in alone)
             console.print(
                 f"{outcome.stopped}: {outcome.finished} of {outcome.total} points are kept; "
-                f"`rewy bench {config} --out {folder} --resume` goes on",
+                f"`rewy bench {config} {again}--out {folder} --resume` goes on",
                 markup=False,
             )
     ours = [row for row in measured.rows if row.contestant.startswith(("rewy", "reference"))]
@@ -236,13 +237,18 @@ def compare(
         typer.echo(tables.compare(results.load(a), results.load(b)), nl=False)
 
 
-def _default_folder(name: str, resume: bool) -> Path:
+def _default_folder(name: str, alone: tuple[str, ...], resume: bool) -> Path:
+    """By time and operators: parts that start together, or are resumed side by side, keep apart."""
+    part = "".join(f"-{operator}" for operator in alone)
     if resume:
-        earlier = sorted((RUNS / name).glob("*/results.jsonl"))
+        earlier = sorted((RUNS / name).glob(f"{'[0-9]' * 8}-{'[0-9]' * 6}{part}/results.jsonl"))
         if not earlier:
-            raise ValueError(f"--resume: nothing under {RUNS / name}; --out names the folder to go on with")
+            of = f" of {', '.join(alone)}" if alone else ""
+            raise ValueError(
+                f"--resume: nothing{of} under {RUNS / name}; --out names the folder to go on with"
+            )
         return earlier[-1].parent
-    return RUNS / name / datetime.now().strftime("%Y%m%d-%H%M%S")
+    return RUNS / name / (datetime.now().strftime("%Y%m%d-%H%M%S") + part)
 
 
 def _relative(path: Path) -> Path:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,13 @@ class Operator:
         shape = {Gate.SCALAR: "[B,T,HV]", Gate.CHANNEL: "[B,T,HV,K]"}
         own = ["beta [B,T,HV]"] if self.tied else [f"erase {shape[self.erase]}", "write [B,T,HV,V]"]
         return " + ".join(own + ([f"g {shape[self.decay]}"] if self.decay is not Gate.NONE else []))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _row, (self.name,)  # copied or sent to another process it is still the row of the table
+
+
+def _row(name: str) -> Operator:
+    return OPERATORS[name]
 
 
 OPERATORS = {

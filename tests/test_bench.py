@@ -73,7 +73,7 @@ class Slow(Rewy):
         backward = super().prepare(case, x)
 
         def slow(do: Any, dht: Any) -> Any:
-            time.sleep(0.2)
+            time.sleep(1000)
             return backward(do, dht)
 
         return slow
@@ -97,6 +97,17 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTESTANTS, "slow", Slow())
     monkeypatch.setitem(CONTESTANTS, "raising", Raising())
     monkeypatch.setitem(CONTESTANTS, "picky", Picky())
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Whoever sleeps sets the clock forward instead, each time by 2 % longer: no other work here lasts as long."""
+    slept: list[float] = []
+    seconds = time.perf_counter
+    monkeypatch.setattr(time, "sleep", lambda s: slept.append(s * (1 + len(slept) / 50)))
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + sum(slept))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(time.perf_counter() * 1e9))
+    return slept
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +148,7 @@ def test_a_commit_that_is_named_comes_before_git(monkeypatch: pytest.MonkeyPatch
     assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?|unknown", results.commit())
 
 
-@pytest.mark.usefixtures("planted")
+@pytest.mark.usefixtures("planted", "sleeps")
 def test_a_wrong_contestant_is_not_timed_and_a_slow_one_ranks_last(tmp_path: Path) -> None:
     names = ["rewy", "wrong", "slow", "raising", "rewy-conventional", "fla", "picky"]
     _, rows = run(tmp_path / FILE, config(contestants=names, levels=["backward"]))
@@ -149,7 +160,7 @@ def test_a_wrong_contestant_is_not_timed_and_a_slow_one_ranks_last(tmp_path: Pat
     assert found["fla"].status == "absent" and "runs on cuda and npu, not on cpu" in found["fla"].reason
     assert (found["picky"].status, found["picky"].reason) == ("declined", "takes no GDN")
     timed = {name: row.time.median for name, row in found.items() if row.time}
-    assert max(timed, key=lambda name: timed[name]) == "slow" and timed["slow"] >= 200
+    assert max(timed, key=lambda name: timed[name]) == "slow" and timed["slow"] >= 1_000_000
     assert set(timed) == {"rewy", "slow", "rewy-conventional"}
     page = tables.report([results.load(tmp_path / FILE)])
     assert "- wrong: wrong (everywhere): relative error dk" in page
@@ -198,12 +209,14 @@ def test_gradients_that_differ_at_the_timed_size_are_told(
 
 
 @pytest.mark.usefixtures("planted")
-def test_the_same_contestant_twice_takes_the_same_time(tmp_path: Path) -> None:
-    # Asleep most of the time, so that other work on this machine hardly counts.
-    twice = config(contestants=["slow", "slow#2"], baseline="slow", levels=["backward"])
+def test_the_same_contestant_twice_takes_the_same_time(tmp_path: Path, sleeps: list[float]) -> None:
+    """Though the machine slows down all the while: everyone is first as often as last."""
+    timing = {"warmup": 1, "rounds": 4, "seconds": 0.01}
+    twice = config(contestants=["slow", "slow#2"], baseline="slow", levels=["backward"], timing=timing)
     _, rows = run(tmp_path / FILE, twice)
-    factor = tables.speedup(rows[1], rows[0])
-    assert factor and 0.8 < factor < 1.25
+    assert [row.time.n for row in rows if row.time] == [4, 4]
+    assert sleeps[-1] / sleeps[-8] > 1.1
+    assert tables.speedup(rows[1], rows[0]) == pytest.approx(1, abs=0.005)
 
 
 def test_what_the_forward_keeps_is_counted(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -69,7 +70,7 @@ def test_module_and_script_are_one() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rewy", "--help"], capture_output=True, text=True, check=True
     )
-    assert all(name in done.stdout for name in ("info", "verify", "bench", "report", "compare"))
+    assert all(name in done.stdout for name in ("info", "verify", "bench", "join", "report", "compare"))
 
 
 def test_info_names_every_backend() -> None:
@@ -207,6 +208,90 @@ def test_bench_resumes_the_latest_run() -> None:
     resumed = runner.invoke(app, ["bench", "small.yaml", "--resume"])
     assert resumed.exit_code == 0, resumed.output
     assert len(list(Path("runs/small").iterdir())) == 1
+
+
+def told(result: Any, message: str) -> bool:
+    """Whether a command refused its input in one line, without a traceback."""
+    return result.exit_code == 2 and result.output.startswith("error: ") and message in result.output
+
+
+@pytest.fixture
+def grid(workplace: Path) -> Path:
+    """A configuration of two operators."""
+    path = Path("grid.yaml")
+    path.write_text(TEXT.replace("[kda]", "[kda, gdn2]").replace(", rewy-conventional, fla]", ", fla]")
+                    .replace("baseline: rewy-conventional", "baseline: rewy"))  # fmt: skip
+    return path
+
+
+@pytest.mark.usefixtures("grid")
+def test_parts_of_a_grid_are_measured_apart_and_joined() -> None:
+    unknown = runner.invoke(app, ["bench", "grid.yaml", "--operator", "kad"])
+    assert told(unknown, "--operator: unknown kad; allowed: kda, gdn2")
+    dry = runner.invoke(app, ["bench", "grid.yaml", "--operator", "gdn2", "--dry-run"])
+    assert {line.split(" · ")[1] for line in dry.output.splitlines()} == {"gdn2"}
+    for operator in ("gdn2", "kda"):
+        done = runner.invoke(app, ["bench", "grid.yaml", "--operator", operator, "--out", operator])
+        assert done.exit_code == 0 and f"[1/1] autograd · {operator} · " in done.output, done.output
+    whole = runner.invoke(app, ["join", "whole", "gdn2", "kda"])
+    assert whole.exit_code == 0, whole.output
+    assert {p.name for p in Path("whole").iterdir()} == {
+        "results.jsonl", "results.csv", "results.md", "autograd.png"
+    }  # fmt: skip
+    rows = [json.loads(line) for line in Path("whole/results.jsonl").read_text().splitlines()[1:]]
+    assert [row["operator"] for row in rows] == ["kda"] * 2 + ["gdn2"] * 2
+    resumed = runner.invoke(app, ["bench", "grid.yaml", "--out", "whole", "--resume"])
+    assert resumed.exit_code == 0 and "[" not in resumed.output
+
+
+@pytest.mark.usefixtures("grid")
+def test_join_refuses_what_is_no_whole() -> None:
+    assert runner.invoke(app, ["bench", "grid.yaml", "--operator", "kda", "--out", "kda"]).exit_code == 0
+    assert (
+        runner.invoke(app, ["bench", "small.yaml", "--time-limit", "1000", "--out", "small"]).exit_code == 0
+    )
+    header, rows = Path("kda/results.jsonl").read_text().split("\n", 1)
+    for name, text in (("cut", f"{header}\n{rows[:-9]}"), ("empty", f"{header}\n")):
+        Path(name).mkdir()
+        Path(name, "results.jsonl").write_text(text)
+    for parts, message in (
+        (["kda", "gone"], "cannot read gone: No such file or directory"),
+        (["kda", "cut"], "cut/results.jsonl:3: cut off here"),
+        (["kda", "kda"], "a point stands in two of the parts"),
+        (["kda", "small"], "are of different runs: config: operators was ['kda', 'gdn2'], is ['kda']"),
+        (["empty"], "nothing was measured in any of the parts"),
+    ):
+        assert told(runner.invoke(app, ["join", "whole", *parts]), message), message
+    assert not Path("whole").exists()
+    before = Path("small/results.jsonl").read_text()
+    assert told(runner.invoke(app, ["join", "small", "kda"]), "small/results.jsonl exists")
+    assert Path("small/results.jsonl").read_text() == before
+
+
+@pytest.mark.usefixtures("grid")
+def test_a_part_that_stopped_is_resumed_as_that_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewy.bench.harness import Harness
+
+    def interrupt(self: Harness, point: object) -> list[object]:
+        raise KeyboardInterrupt
+
+    seen: set[Path] = set()
+    with monkeypatch.context() as patched:
+        patched.setattr(Harness, "measure", interrupt)
+        for operators in (["kda"], ["gdn2"], []):
+            options = [word for operator in operators for word in ("--operator", operator)]
+            stopped = runner.invoke(app, ["bench", "grid.yaml", *options])
+            assert stopped.exit_code == 130
+            (folder,) = {*Path("runs/grid").iterdir()} - seen
+            seen.add(folder)
+            again = " ".join(["rewy bench grid.yaml", *options, f"--out {folder} --resume"])
+            assert f"`{again}` goes on" in stopped.output
+    resumed = runner.invoke(app, ["bench", "grid.yaml", "--operator", "kda", "--resume"])
+    assert resumed.exit_code == 0 and "[1/1] autograd · kda" in resumed.output
+    (filled,) = [p for p in seen if Path(p, "results.md").exists()]
+    assert filled.name.endswith("-kda")
+    nothing = runner.invoke(app, ["bench", "small.yaml", "--operator", "kda", "--resume"])
+    assert told(nothing, "--resume: nothing of kda under runs/small")
 
 
 @pytest.mark.usefixtures("workplace")

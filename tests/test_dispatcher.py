@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -184,6 +186,11 @@ def test_a_problem_is_described_once():
     ):
         assert describe(other, options) == replace(problem, **changed)
     assert describe(x, options._replace(scale=0.25)) == replace(problem, scale=0.25)
+
+
+def test_a_problem_equals_its_copies():
+    problem = describe(inputs(), Options(0.5, 64, True, "rewy"))
+    assert copy.deepcopy(problem) == pickle.loads(pickle.dumps(problem)) == problem
 
 
 def test_contents_of_offsets_are_checked_every_time():

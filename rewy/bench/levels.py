@@ -142,9 +142,8 @@ class AutogradSampler(Sampler):
             return t
 
         with saved_tensors_hooks(seen, lambda t: t):
-            _held = self.contestant.call(
-                self.inputs.case, x, False
-            )  # or one place would be counted once for two
+            # Held, or what comes later could lie at a place that is counted already.
+            _held = self.contestant.call(self.inputs.case, x, False)
         return sum(size for place, size in found.items() if place not in inputs)
 
 

@@ -151,6 +151,8 @@ def join(parts: Sequence[Results], path: Path) -> None:
         if differs := difference(first.header, other.header):
             raise ValueError(f"{other.path} and {first.path} are of different runs: {differs}")
     rows = [row for part in parts for row in part.rows]
+    if not rows:
+        raise ValueError("nothing was measured in any of the parts")
     if len({row.key for row in rows}) < len(rows):
         raise ValueError("a point stands in two of the parts: join takes parts that have none in common")
     operators, shapes = first.header["config"]["operators"], list(dict.fromkeys(row.shape for row in rows))

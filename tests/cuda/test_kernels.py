@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from rewy.backends.cuda import gates
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.plan import Limits, Plan, plan
@@ -255,6 +257,21 @@ def test_what_is_kept_can_be_told_of_a_length_that_is_traced(operator: str) -> N
     known = problem_of(x, Options(1.0, 16, True, "rewy"))
     expected = [t.shape for t in CudaBackend().fake_kept(known, x)]
     assert [tuple(map(int, t.shape)) for t in kept] == [tuple(shape) for shape in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("operator", ["kda", "gdn2"])
+def test_a_tile_of_channels_has_one_verdict_on_far_gates(
+    operator: str, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """A program of `channel_gates` writes one for its tile, one of `key_gradients` reads one for its own."""
+    for K in (1, 16, 64, 65, 100, 128, 200, 256):
+        x, _, _ = make(Case(operator, B=1, T=1, H=1, HV=1, K=K, V=64, dtype=dtype))
+        tiles = plan(problem_of(x, Options(1.0, 64, True, "rewy")), Limits(227 * 1024, capability))
+        verdicts = triton.cdiv(K, gates.FAR_CHANNELS.value)
+        assert triton.cdiv(K, tiles.gates.BK) == verdicts
+        assert gates.FAR_CHANNELS.value % tiles.keys.BK == 0
 
 
 def test_the_planner_can_be_replaced(device: torch.device) -> None:

@@ -3,7 +3,8 @@
     G = cumsum of g in the chunk      X = b k e^G      K~ = k e^(Gl - G)      Q~ = scale q e^G
 
 Gates with one number per token scale whole rows: the passes then read q and k themselves and four numbers
-a row. A gate per channel has its products written out. The passes read these and e^Gl, never G.
+a row. A gate per channel has its products written out. The passes read these and e^Gl, never G. Where
+`far` is set, some gate of a chunk is too far from its middle row for pairs of rows to be centred on that.
 
 A chunk's buffers have all C rows: past the end of a sequence g counts as 0 and q, k as zero, so the last
 row always holds Gl and no row needs a mask later.

@@ -2,11 +2,12 @@
 
 `row_keys` is for gates with one number a row, `channel_keys` for those by channel.
 
-A program takes a chunk and 64 key channels, whole tiles of it: the copy engine brings all of them at once, two
-programs share a multiprocessor, and while one waits the other computes. Tiles that the first products have used up
-hold what the next ones need. The formulas, and the care for dg, are those of `gradients`. By channel, the sums of dg
-run down the rows in registers, in fp32: each thread has the rows of two channels, and runs of 16 rows are joined
-through shared memory. Chunks whose gates are too far apart to be centred are left to the general form.
+A program takes a chunk and 64 key channels, whole tiles of it, of values up to 128 channels and then the next into
+the same places: the copy engine brings all of them at once, two programs share a multiprocessor, and while one waits
+the other computes. Tiles that the first products have used up hold what the next ones need. The formulas, and the
+care for dg, are those of `gradients`. By channel, the sums of dg run down the rows in registers, in fp32: each thread
+has the rows of two channels, and runs of 16 rows are joined through shared memory. Chunks whose gates are too far
+apart to be centred are left to the general form.
 """
 
 from __future__ import annotations
