@@ -40,7 +40,6 @@ LANES = tl.constexpr(32)
 # leaves the digits of its neighbours' cumulative sums alone.
 FLOOR = tl.constexpr(-110.0)
 
-
 # Channels that share a verdict on how far apart a chunk's gates are.
 FAR_CHANNELS = tl.constexpr(64)
 
@@ -130,6 +129,9 @@ def channel_gates(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
+    tl.static_assert(
+        BK == FAR_CHANNELS or BK >= K, "a tile of gates has one verdict on how far apart they are"
+    )
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
     i_ch = tl.program_id(0) // NK

@@ -216,6 +216,9 @@ def key_gradients(
     if BY_CHANNEL:
         G += i_ch * BT * K
         p_G = G + o_k
+        tl.static_assert(
+            FAR_CHANNELS % BK == 0 or K <= FAR_CHANNELS, "a tile of keys has one verdict of its gates"
+        )
         NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
         if (tl.load(far + i_ch * NF + i_k * BK // FAR_CHANNELS) != 0) != FAR:
             return
