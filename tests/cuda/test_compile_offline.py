@@ -70,7 +70,7 @@ def test_every_operator_is_examined(script):
     assert sources == {*script.OPERATORS, "prologues"}
 
 
-@pytest.mark.skipif(not GLUON, reason="this Triton has no Gluon")
+@pytest.mark.skipif(not GLUON, reason="no Gluon kernels for this Triton")
 def test_the_sequential_passes_take_the_shared_memory_they_plan_with(script):
     """Of each pass of every operator, at the depth that ships; gdn2's reverse pass is kda's."""
     sought = [

@@ -20,7 +20,7 @@ from rewy.problem import OPERATORS, Gradients, Operands, Options, Problem, probl
 from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
-    pytest.skip("this Triton has no Gluon to write them in", allow_module_level=True)
+    pytest.skip("none for this Triton", allow_module_level=True)
 from rewy.backends.cuda import hopper
 
 H200 = Limits(shared=227 * 1024, capability=HOPPER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from rewy.backends.cuda import gates
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
-from rewy.backends.cuda.plan import Limits, Plan, plan
+from rewy.backends.cuda.plan import HOPPER, Limits, Plan, plan
 from rewy.problem import OPERATORS, Gradients, Operands, Options, Problem, problem_of
 from rewy.testing import Case, budgets, errors, exact, leaves, make
 
@@ -286,6 +288,23 @@ def test_the_planner_can_be_replaced(device: torch.device) -> None:
     results(SMALL, device, x, do, dht, CudaBackend(planner))
     assert len(asked) in (3, 5)  # forward, what it keeps, backward; where kernels are missing, both before
     assert len({*asked}) == 1
+
+
+def test_a_triton_that_no_gpu_has_seen_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = sys.modules[CudaBackend.__module__]  # the package's `backend` is another
+    monkeypatch.setattr(module, "limits_of", lambda device: Limits(227 * 1024, HOPPER))
+    x = leaves(make(SMALL)[0], "cpu")
+    problem = replace(
+        problem_of(x, Options(1.0, SMALL.chunk_size, True, "rewy")), device=torch.device("cuda")
+    )
+    for familiar, said in (True, 0), (False, 1):
+        monkeypatch.setattr(module, "FAMILIAR", familiar)
+        module._say_unfamiliar.cache_clear()
+        with caplog.at_level(logging.WARNING, "rewy"):
+            assert all(CudaBackend().supports(problem)[0] for _ in range(2))
+        assert [triton.__version__ in message for message in caplog.messages] == [True] * said
 
 
 @pytest.mark.cuda

@@ -11,18 +11,23 @@ formed again, unless `disable_recompute` keeps them too. `segments` and `spans` 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from rewy.backends.cuda import conventional, gates, gradients, pairs, prologue, segments, spans, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
-from rewy.backends.cuda.plan import Limits, Plan, limits_of, plan
+from rewy.backends.cuda.plan import FAMILIAR, RUN, Limits, Plan, limits_of, plan
 from rewy.backends.cuda.replay import Calls
 from rewy.backends.cuda.step import step
 from rewy.problem import Algebra, Gradients, Operands, Problem
+
+log = logging.getLogger("rewy")
 
 
 class CudaBackend:
@@ -47,8 +52,11 @@ class CudaBackend:
             return False, "the CUDA kernels compute in float32, float16 and bfloat16, not in float64"
         if problem.algebra is Algebra.AUTOGRAD:
             return False, "the CUDA kernels compute the rewy and the conventional backward, not autograd's"
-        if problem.device.type == "cuda" and limits_of(problem.device).capability < (8, 0):
-            return False, "the CUDA kernels need compute capability 8.0 or later"
+        if problem.device.type == "cuda":
+            if limits_of(problem.device).capability < (8, 0):
+                return False, "the CUDA kernels need compute capability 8.0 or later"
+            if not FAMILIAR:
+                _say_unfamiliar()
         return True, ""
 
     def forward(self, problem: Problem, x: Operands, training: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -154,3 +162,12 @@ class CudaBackend:
 
 def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
+
+
+@cache
+def _say_unfamiliar() -> None:
+    run = " and ".join(f"{major}.{minor}" for major, minor in RUN)
+    log.warning(
+        f"the CUDA kernels have run on a GPU under Triton {run} only, this is {triton.__version__}: all are in plain "
+        "Triton, also on Hopper"
+    )

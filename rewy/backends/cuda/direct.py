@@ -146,7 +146,7 @@ def _parameters(launch: Launch, kernel: Any) -> list[Any] | None:
     """All parameters in the kernel's order, as ctypes objects with their values; None where they are not known."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
-    except ImportError:  # Triton before 3.5
+    except ImportError:  # a Triton that has it elsewhere
         return None
     args = [launch.args[name] for name in launch.kernel.arg_names]
     described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())

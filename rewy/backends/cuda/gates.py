@@ -174,7 +174,8 @@ def channel_gates(
     if e is not None:
         tl.store(e + i_ch.to(tl.int64) * K + o_k, exp(b_Gl), mask=o_k < K)
     if f is not None:
-        tl.store(f + i_ch.to(tl.int64) * BT + o_t, tl.sum(b_b, 1), mask=i_k == 0)
+        first = i_k * BT + o_t < BT  # i_k == 0, which Triton 3.9's interpreter takes as no mask of a block
+        tl.store(f + i_ch.to(tl.int64) * BT + o_t, tl.sum(b_b, 1), mask=first)
     tl.store(x + o_ck, (b_b * b_k * b_eG).to(x.dtype.element_ty), mask=m_ck)
     tl.store(kt + o_ck, (b_k * exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
     tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)

@@ -19,12 +19,11 @@ from rewy.problem import Algebra, Gate, Problem
 
 HOPPER = (9, 0)
 
-# Gluon is experimental and changes with Triton: these versions compile the kernels that are written in it.
-GLUON = (
-    tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
-    and find_spec("triton.experimental.gluon") is not None
-)
-
+RUN = ((3, 6), (3, 7))
+"""Versions of Triton under which the tests have run on a GPU."""
+FAMILIAR = tuple(map(int, triton.__version__.split(".")[:2])) in RUN
+# Gluon is experimental and changes with Triton: its kernels are for versions under which they have run.
+GLUON = FAMILIAR and find_spec("triton.experimental.gluon") is not None
 
 # Chunks of all heads: what a backward needs of them between passes and gradients is 0.9 GiB at K = V = 128. Shorter
 # spans take less, but each has the host launch all kernels once more.
