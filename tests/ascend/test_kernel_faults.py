@@ -83,6 +83,11 @@ def test_whole(kernels: Path, kernel: str) -> None:
     assert gxx.output(kernels, kernel).startswith("no failure\n")
 
 
+def test_room(kernels: Path) -> None:
+    """The host knows what every kernel takes of the buffers: what it touches, over all sizes."""
+    assert gxx.output(kernels, "room").startswith("no failure\n")
+
+
 # Products that run while what a later chunk multiplies is loaded, of those of a core's four chunks, or of two sequences
 # of four. The last chunk has none after it, the first products of a chunk do not wait for its own last loads.
 BESIDE_LOADS = {

@@ -280,6 +280,53 @@ def test_wrong_machine(environment: dict[str, str], reason: str) -> None:
     assert f"WARNING:rewy:KDA does without the custom operators: {reason}" in automatic.stderr
 
 
+GRADIENT = (
+    "the chunk gradient for K = 128 and V = 128 needs 253440 bytes of unified buffer, this chip has 253439"
+)
+STATE = "the state pass for K = 128 and V = 128 needs"
+UNTOLD = "CANN does not tell how many this chip has"
+
+
+@pytest.mark.parametrize(
+    ("platform", "reason"),
+    [
+        ("UB=253439", GRADIENT),
+        ("L1=196607", f"{STATE} 196608 bytes of L1, this chip has 196607"),
+        ("L0_C=0", f"{STATE} 131072 bytes of L0C, {UNTOLD}"),
+        ("unknown", f"{STATE} 116480 bytes of unified buffer, {UNTOLD}"),
+    ],
+)
+def test_buffers_too_small_or_untold(platform: str, reason: str) -> None:
+    """An explicit choice refuses; the automatic one computes rightly without the operators and says why, once."""
+    built = (
+        f"from pathlib import Path\nfrom rewy.backends.ascend import ops\nops.LIBRARY = Path({LIBRARY!r})\n"
+    )
+    code = "import logging; logging.basicConfig()\n" + built + COMPUTE
+    environment = {"FAKE_PLATFORM": platform, "PYTHONPATH": str(gxx.HERE)}
+    refused = python(code, **environment)
+    assert refused.returncode != 0
+    assert f"the custom operators are required, but {reason}\n" in refused.stderr
+    automatic = python(code, **environment, REWY_ASCEND_OPS="auto")
+    assert automatic.stdout == "wrong: []\n", automatic.stderr
+    said = [line for line in automatic.stderr.splitlines() if line.startswith("WARNING:rewy:")]
+    assert said == [f"WARNING:rewy:GDN does without the custom operators: {reason}"]
+
+
+@pytest.mark.parametrize(("platform", "size"), [("L1=196608", 128), ("UB=1000000 L1=1000000", 256)])
+def test_buffers_of_other_sizes(platform: str, size: int) -> None:
+    """Where L1 is too small for two chunks, one is loaded at a time; what the kernels do not know of is left alone."""
+    code = COMPUTE.replace("K=128, V=128", f"K={size}, V={size}")
+    run = python(code, FAKE_PLATFORM=platform, FAKE_ACL_CORES="1", PYTHONPATH=str(gxx.HERE))
+    assert run.stdout == "wrong: []\n", run.stderr
+
+
+def test_operator_refuses_a_chip_with_too_little() -> None:
+    code = "from test_ops import *\ntorch.ops.load_library(LIBRARY)\n"
+    code += "torch.ops.rewy_ascend.chunk_gradient(**operands('npu', K=128, V=128))"
+    run = python(code, FAKE_PLATFORM="UB=253439", PYTHONPATH=str(gxx.HERE))
+    assert f"ValueError: {GRADIENT}" in run.stderr
+
+
 def test_library_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWY_ASCEND_OPS", "/nowhere/librewy_ascend.so")
     x, _, _ = make(Case("delta_rule", K=64, V=64, dtype=torch.bfloat16))
@@ -518,7 +565,8 @@ def with_fault(fault: tuple[str, str, str], folder: Path) -> Path:
     )  # fmt: skip
     (folder / "launch.cpp").write_text(launch.stdout)
     library = folder / "librewy_ascend.so"
-    where = [Path(torch.__file__).parent / "lib", Path(torch_npu.__file__).parent / "lib"]
+    where = [Path(package.__file__).parent / "lib" for package in (torch, torch_npu)]
+    where.append(Path(os.environ["ASCEND_HOME_PATH"]) / "lib64")
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *gxx.SANITIZERS]
     command += [
         f"-I{folder}",
@@ -529,7 +577,8 @@ def with_fault(fault: tuple[str, str, str], folder: Path) -> Path:
         library,
         *(f"-L{path}" for path in where),
     ]
-    command += ["-ltorch_cpu", "-lc10", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
+    command += ["-ltorch_cpu", "-lc10", "-ltorch_npu", "-ltiling_api", "-lplatform"]
+    command += ["-Wl,--allow-shlib-undefined"]
     subprocess.run(command, check=True, env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
     return library
 

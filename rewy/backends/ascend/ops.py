@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rewy.problem import Problem
+from rewy.problem import Algebra, Problem
 
 LIBRARY = Path(__file__).with_name("librewy_ascend.so")
 CHIPS = "Ascend950"
@@ -45,7 +45,7 @@ def unfit(problem: Problem) -> str | None:
             f"they take chunks of {CHUNK} and K and V of {', '.join(map(str, SIZES))}, "
             f"got {problem.chunk_size}, K = {problem.K} and V = {problem.V}"
         )
-    return _unavailable(library)
+    return _unavailable(library) or _lacking(problem.K, problem.V, problem.algebra is Algebra.CONVENTIONAL)
 
 
 @cache
@@ -63,3 +63,9 @@ def _unavailable(library: Path) -> str | None:
     except OSError as error:
         return f"they do not load: {error.__cause__ or error}"
     return None
+
+
+@cache
+def _lacking(K: int, V: int, conventional: bool) -> str | None:
+    """The buffer that this chip has too little of, as CANN tells it."""
+    return torch.ops.rewy_ascend.lacking(K, V, conventional) or None

@@ -373,23 +373,87 @@ REPORTS(handover_without_credit, "with no wait between") { handover(false); }
 
 // ---- tiling (csrc/launch.h) --------------------------------------------------------------------------------------
 
+constexpr rewy::Chip CHIP{32, rewy::DAV_3510};
+
 PASSES(tiling_gives_no_core_nothing)
 {
-    expect(rewy::chunk_gradient_tiling(5, 64, 64, 32, 1.0, false).blocks == 5, "five chunks, five blocks");
-    expect(rewy::chunk_gradient_tiling(500, 64, 64, 24, 1.0, false).blocks == 24, "every core of a chip with 24");
-    expect(rewy::state_pass_tiling(40, 4, 10, 128, 128, 32, false, false).blocks == 8, "four scans in two tiles each");
+    expect(rewy::chunk_gradient_tiling(5, 64, 64, CHIP, 1.0, false).blocks == 5, "five chunks, five blocks");
+    expect(rewy::chunk_gradient_tiling(500, 64, 64, {24, rewy::DAV_3510}, 1.0, false).blocks == 24, "every core of a chip with 24");
+    expect(rewy::state_pass_tiling(40, 4, 10, 128, 128, CHIP, false, false).blocks == 8, "four scans in two tiles each");
 }
 
 PASSES(tiling_of_values)
 {
-    auto tile = [](int64_t P, int64_t K, int64_t V) { return rewy::state_pass_tiling(P, P, 1, K, V, 32, true, false).tile; };
+    auto tile = [](int64_t P, int64_t K, int64_t V) { return rewy::state_pass_tiling(P, P, 1, K, V, CHIP, true, false).tile; };
     expect(tile(32, 128, 128) == 128, "wide tiles where they keep every core busy");
     expect(tile(31, 128, 128) == 64, "narrow ones where they do not");
     expect(tile(16, 128, 256) == 128, "two wide tiles of a sequence count as two");
     expect(tile(64, 192, 128) == 64 && tile(64, 256, 128) == 64, "narrow ones for states of more than 128 rows");
     expect(tile(64, 64, 192) == 64, "narrow ones for what is no multiple of 128");
-    const rewy::StatePassTiling t = rewy::state_pass_tiling(8, 8, 1, 128, 192, 32, false, false);
+    const rewy::StatePassTiling t = rewy::state_pass_tiling(8, 8, 1, 128, 192, CHIP, false, false);
     expect(t.tiles * t.tile == 192, "tiles cover the values");
+}
+
+PASSES(tiling_of_l1)
+{
+    auto ahead = [](int64_t K, int64_t V, bool conventional, int64_t l1) {
+        rewy::Chip chip = CHIP;
+        chip.buffers.l1 = l1;
+        return rewy::chunk_gradient_tiling(8, K, V, chip, 1.0, conventional).ahead;
+    };
+    const int64_t whole = rewy::DAV_3510.l1, two = rewy::chunk_gradient_takes(128, 128, false, 2).l1;
+    expect(ahead(192, 192, false, whole) && !ahead(192, 256, false, whole), "two chunks while they fit");
+    expect(ahead(192, 128, true, whole) && !ahead(192, 192, true, whole), "in the conventional form as well");
+    expect(ahead(128, 128, false, two) && !ahead(128, 128, false, two - 1), "in what the chip has");
+    expect(!ahead(256, 256, false, 2 * whole), "and not in more than the kernels are made for");
+}
+
+PASSES(tiling_of_a_smaller_unified_buffer)
+{
+    rewy::Chip chip = CHIP;
+    chip.buffers.ub = rewy::state_pass_ub(128) - 1;
+    expect(rewy::state_pass_tiling(64, 64, 1, 128, 128, chip, true, false).tile == 64, "narrow tiles where wide ones do not fit");
+}
+
+// Each buffer of the chip as large as is needed, then a byte smaller.
+PASSES(lacking_names_the_buffer)
+{
+    auto refused = [](const rewy::Lack &lack, const char *buffer, int64_t taken, int64_t there) {
+        return std::string(lack.buffer) == buffer && lack.taken == taken && lack.there == there;
+    };
+    const rewy::Buffers needed = rewy::chunk_gradient_takes(256, 256, true, 1);
+    expect(rewy::chunk_gradient_lacks(256, 256, true, needed).buffer == nullptr, "what it takes is enough");
+    const std::pair<int64_t rewy::Buffers::*, const char *> each[] = {{&rewy::Buffers::ub, "unified buffer"},
+                                                                     {&rewy::Buffers::l1, "L1"},
+                                                                     {&rewy::Buffers::l0a, "L0A"},
+                                                                     {&rewy::Buffers::l0b, "L0B"},
+                                                                     {&rewy::Buffers::l0c, "L0C"}};
+    for (const auto &[buffer, name] : each) {
+        for (int64_t there : {needed.*buffer - 1, int64_t{0}}) {
+            rewy::Buffers smaller = needed;
+            smaller.*buffer = there;
+            const rewy::Lack lack = rewy::chunk_gradient_lacks(256, 256, true, smaller);
+            expect(refused(lack, name, needed.*buffer, there), "a byte less is not, nor is a size that is not told");
+        }
+    }
+    expect(rewy::chunk_gradient_lacks(64, 64, false, {needed.ub, needed.l1 / 4, needed.l0a, needed.l0b, needed.l0c})
+                   .buffer == nullptr,
+           "small heads take less of L1");
+    const rewy::Buffers state = rewy::state_pass_takes(256, 64);
+    expect(rewy::state_pass_lacks(256, state).buffer == nullptr, "a state pass has its own needs");
+    expect(refused(rewy::state_pass_lacks(256, {state.ub - 1, state.l1, state.l0a, state.l0b, state.l0c}),
+                   "unified buffer", state.ub, state.ub - 1),
+           "and is refused by them");
+}
+
+PASSES(every_size_fits_the_chip_of_the_kernels)
+{
+    for (int64_t K : {64, 128, 192, 256}) {
+        expect(rewy::state_pass_lacks(K, rewy::DAV_3510).buffer == nullptr, "state passes");
+        for (int64_t V : {64, 128, 192, 256})
+            for (bool conventional : {false, true})
+                expect(rewy::chunk_gradient_lacks(K, V, conventional, rewy::DAV_3510).buffer == nullptr, "chunk gradient");
+    }
 }
 
 PASSES(sizes_taken)

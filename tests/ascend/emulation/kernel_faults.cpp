@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr int C = rewy::C, N = 8, CORES = 2;
+constexpr int C = rewy::C, CHUNKS = 8, CORES = 2;
+constexpr rewy::Chip CHIP{CORES, rewy::DAV_3510};
 using T = bfloat16_t;
 
 // Random operands, and results: they live until the process ends.
@@ -35,14 +36,14 @@ uint8_t *numbers(std::vector<int32_t> x)
 
 struct Form {
     bool conventional = false, gram = false, shared = false;
-    int K = 128, V = 64;
+    int K = 128, V = 64, N = CHUNKS;
     std::vector<int32_t> far = {0, 1, 0, 0, 0, 1, 1, 0};
 };
 
 template <bool DECAY, bool GATES>
 void chunk_gradient(const Form &form = {})
 {
-    const int K = form.K, V = form.V;
+    const int K = form.K, V = form.V, N = form.N;
     uint8_t *q = some<T>(N * C * K), *k = some<T>(N * C * K), *v = some<T>(N * C * V), *d_o = some<T>(N * C * V);
     uint8_t *U = some<T>(N * C * V), *dR = some<T>(N * C * V), *S = some<T>(N * K * V), *dS = some<T>(N * K * V);
     uint8_t *b = some<float>(N * C * K), *w = some<float>(N * C * V), *G = some<float>(N * C * K);
@@ -52,7 +53,7 @@ void chunk_gradient(const Form &form = {})
     uint8_t *remaining = some<float>(N * C * K), *dU = some<T>(N * C * V), *minus_X = some<T>(N * C * K);
     uint8_t *written = some<T>(N * C * V), *T_ = some<T>(N * C * C);
     const auto tiling =
-        rewy::chunk_gradient_tiling(N, K, V, CORES, 0.1, form.conventional, form.gram, form.shared);
+        rewy::chunk_gradient_tiling(N, K, V, CHIP, 0.1, form.conventional, form.gram, form.shared);
     emulation::launch(CORES, [=] { rewy::ChunkGradient<T, DECAY, GATES>(REWY_CHUNK_GRADIENT_NAMES, tiling); });
 }
 
@@ -61,22 +62,74 @@ template <bool DECAY, bool GATES>
 void modelled(bool conventional, bool gram = false)
 {
     chunk_gradient<DECAY, GATES>(
-        {.conventional = conventional, .gram = gram, .V = 128, .far = std::vector<int32_t>(N)});
+        {.conventional = conventional, .gram = gram, .V = 128, .far = std::vector<int32_t>(CHUNKS)});
 }
 
-void state_pass(bool reverse, bool conventional = false, bool v_first = false)
+template <int TILE = 64>
+void state_pass(bool reverse, bool conventional = false, bool v_first = false, int K = 128)
 {
-    constexpr int K = 128, V = 64, STEPS = 4, P = 4, N = STEPS * P;
+    constexpr int V = TILE, STEPS = 4, P = 4, N = STEPS * P;
     uint8_t *X = some<T>(N * C * K), *K_ = some<T>(N * C * K), *T_ = some<T>(N * C * C), *A = some<T>(N * C * C);
     uint8_t *Q = some<T>(N * C * K), *d_o = some<T>(N * C * V), *written = some<float>(N * C * V);
     uint8_t *carry = some<float>(N * K), *first = some<float>(P * K * V), *states = some<float>(N * K * V);
     uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers({0, P, 2 * P, 3 * P, N});
     uint8_t *unsolved = some<float>(N * C * V);
     emulation::launch(CORES, [=] {
-        rewy::StatePass<T, 64>(REWY_STATE_PASS_NAMES,
-                               rewy::state_pass_tiling(N, P, STEPS, K, V, CORES, reverse, conventional, v_first,
-                                                       v_first));
+        rewy::StatePass<T, TILE>(REWY_STATE_PASS_NAMES,
+                                 rewy::state_pass_tiling(N, P, STEPS, K, V, CHIP, reverse, conventional, v_first,
+                                                         v_first));
     });
+}
+
+// What a kernel touches of the buffers against what the host thinks that it takes: no more of any, all of L1, and over
+// the kernels of each kind all of every buffer.
+class Room {
+public:
+    void compare(const char *kernel, int K, int V, const rewy::Buffers &taken, const std::function<void()> &run)
+    {
+        emulation::touched = {};
+        run();
+        const auto &[l1, l0a, l0b, l0c, ub0, ub1] = emulation::touched;
+        const size_t touched[] = {std::max(ub0, ub1), l1, l0a, l0b, l0c};
+        const int64_t stated[] = {taken.ub, taken.l1, taken.l0a, taken.l0b, taken.l0c};
+        for (int i = 0; i < 5; ++i) {
+            used_up[i] |= touched[i] == size_t(stated[i]);
+            if (touched[i] > size_t(stated[i]) || (i == 1 && touched[i] != size_t(stated[i])))
+                std::printf("%s, K = %d, V = %d, %s: touches %zu, takes %lld\n", kernel, K, V, NAMES[i], touched[i],
+                            static_cast<long long>(stated[i]));
+        }
+    }
+
+    ~Room()
+    {
+        for (int i = 0; i < 5; ++i)
+            if (!used_up[i]) std::printf("%s: no kernel takes all\n", NAMES[i]);
+    }
+
+private:
+    static constexpr const char *NAMES[] = {"UB", "L1", "L0A", "L0B", "L0C"};
+    bool used_up[5] = {};
+};
+
+void room()
+{
+    Room gradients, states;
+    for (int K = 64; K <= 256; K += 64) {
+        for (int V = 64; V <= 256; V += 64) {
+            for (bool conventional : {false, true}) {
+                const bool ahead = rewy::chunk_gradient_tiling(CHUNKS, K, V, CHIP, 1.0, conventional).ahead;
+                gradients.compare("chunk gradient", K, V, rewy::chunk_gradient_takes(K, V, conventional, 1 + ahead), [=] {
+                    chunk_gradient<false, false>({.conventional = conventional, .gram = conventional, .K = K, .V = V, .N = 2 * CORES});
+                });
+            }
+        }
+        auto run = [&]<int TILE>() {
+            states.compare("state pass", K, TILE, rewy::state_pass_takes(K, TILE),
+                           [=] { state_pass<TILE>(true, false, true, K); });
+        };
+        run.operator()<64>();
+        if (K <= 128) run.operator()<128>();
+    }
 }
 
 const std::map<std::string, std::function<void()>> KERNELS{
@@ -97,6 +150,7 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"decay per channel, conventional", [] { modelled<true, false>(true); }},
     {"all gates per channel, ReWY", [] { modelled<true, true>(false); }},
     {"all gates per channel, conventional", [] { modelled<true, true>(true); }},
+    {"room", room},
     {"state_forward", [] { state_pass(false); }},
     {"state_forward_v_first", [] { state_pass(false, false, true); }},
     {"state_reverse", [] { state_pass(true); }},
@@ -120,5 +174,5 @@ int main(int argc, char **argv)
         return 0;
     }
     std::printf("no failure\n%u of %u\n%u\n", emulation::products_beside_loads, emulation::products,
-                emulation::vector_results / N);
+                emulation::vector_results / CHUNKS);
 }

@@ -203,6 +203,9 @@ inline std::string lane_name(int lane)
     return std::string(cores[lane / kPipes]) + " " + kPipeName[lane % kPipes];
 }
 
+// The ends of what instructions have touched so far, in bytes.
+inline std::array<size_t, kMemories> touched{};
+
 // One instruction on a pipe of the running core, holding the block while it runs.
 class Instruction {
 public:
@@ -277,6 +280,7 @@ private:
     {
         require(offset + size <= kMemorySize[int(memory)], place_, name_, " touches bytes ", offset, "..",
                 offset + size, " of ", kMemoryName[int(memory)], ", which has ", kMemorySize[int(memory)]);
+        touched[int(memory)] = std::max(touched[int(memory)], offset + size);
         Line *lines = block().lines[int(memory)].data();
         return {lines + offset / kLine, lines + (offset + size + kLine - 1) / kLine};
     }

@@ -11,6 +11,7 @@ mkdir -p "$out"/{lib,opp,runtime,compiler/tikcpp,share/info/asc-devkit}
 cd "$out"
 ln -sfn lib lib64
 ln -sfn "$here/cann" compiler/tikcpp/ascendc_kernel_cmake
+ln -sfn "$here/cann/include" include
 echo Version=9.1.0 >share/info/asc-devkit/version.info
 
 flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -I"$npu/include/third_party/acl/inc")
@@ -32,6 +33,11 @@ g++ -shared -o lib/libascendcl.so acl.o missing.o -lpthread
 for name in hccl acl_op_compiler ge_runner graph acl_tdt_channel; do  # linked by name; every symbol is in ascendcl
     g++ -shared -o "lib/lib$name.so" -Wl,--no-as-needed -Llib -lascendcl -Wl,-rpath,'$ORIGIN'
 done
+
+g++ "${flags[@]}" -shared "$here/platform.cpp" -o lib/libplatform.so
+g++ "${flags[@]}" -I"$here/cann/include" -c "$here/tiling_api.cpp" -o tiling_api.o
+rm -f lib/libtiling_api.a
+ar rcs lib/libtiling_api.a tiling_api.o
 
 # The operator library computes with torch's own CPU operators.
 g++ "${flags[@]}" -shared -isystem "$site/torch/include" "$here/opapi.cpp" -o lib/libopapi.so \

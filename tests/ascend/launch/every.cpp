@@ -14,14 +14,14 @@ template <size_t... I>
 bool chunk_gradient(Type type, Channels channels, std::index_sequence<I...>)
 {
     return launch_chunk_gradient(type, channels, nullptr, reinterpret_cast<uint8_t *>(I + 1)...,
-                                 chunk_gradient_tiling(5, 64, 64, 3, 1.0, false));
+                                 chunk_gradient_tiling(5, 64, 64, {3, DAV_3510}, 1.0, false));
 }
 
 template <size_t... I>
 bool state_pass(Type type, int V, std::index_sequence<I...>)
 {
     return launch_state_pass(type, nullptr, reinterpret_cast<uint8_t *>(I + 1)...,
-                             state_pass_tiling(5, 2, 3, 64, V, 2, false, false));
+                             state_pass_tiling(5, 2, 3, 64, V, {2, DAV_3510}, false, false));
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ public:
         : x(x), K(x.tiling.K), V(x.tiling.V), L1_DT{P::L1_OWN, C, C}, L1_TDT{L1_DT.address + C * C * 2, C, C},
           L1_DW(L1_TDT.address + C * C * 2), loaded(x.tiling.conventional ? L1_DW + C * K * 2 : P::L1_OWN),
           loaded_size((3 * C * V + 2 * K * V + (x.tiling.conventional ? C * (V + K + C) : 0)) * 2),
-          ahead(loaded + 2 * loaded_size <= L1_SIZE)
+          ahead(x.tiling.ahead)
     {
     }
 
@@ -326,6 +326,7 @@ private:
     static constexpr uint32_t DG_PART = DG + ROW;                            // [C] under `gram`
     static constexpr uint32_t MA_BLOCKS = DECAYED, ML_BLOCKS = REMAINING;    // of a row, for decay per channel
     static_assert(UB_END <= UB_SIZE, "the tiles of a vector core must fit its unified buffer");
+    static_assert(UB_END == CHUNK_GRADIENT_UB, "the host has to know how much of it they take");
 
     __aicore__ inline void Chunk(int32_t i_n)
     {

@@ -9,14 +9,13 @@ namespace rewy {
 
 using namespace AscendC;
 
-constexpr int C = 64;         // tokens of a chunk
 constexpr int R = C / 2;      // rows of a chunk on one vector core
 constexpr int D = 64;         // channels of a tile
 constexpr int REPEAT = 64;    // floats of a vector repeat (256 bytes)
 constexpr int BLOCK = 8;      // floats of a data block (32 bytes)
 constexpr int FRACTAL = 16;   // rows and 16-bit columns of a cube fractal
-constexpr uint32_t UB_SIZE = 248 * 1024;
-constexpr uint32_t L1_SIZE = 512 * 1024;
+constexpr uint32_t UB_SIZE = DAV_3510.ub;
+constexpr uint32_t L1_SIZE = DAV_3510.l1;
 
 constexpr FixpipeConfig ROWS_TO_UB{CO2Layout::ROW_MAJOR, true};
 

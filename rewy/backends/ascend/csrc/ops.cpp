@@ -5,10 +5,12 @@
 
 #include <limits>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "acl/acl.h"
 #include "launch.h"
+#include "tiling/platform/platform_ascendc.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 #include "torch_npu/csrc/framework/OpCommand.h"
 
@@ -19,7 +21,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 using Optional = const std::optional<Tensor> &;
 using States = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t CHUNK = 64;
+constexpr int64_t CHUNK = rewy::C;
 
 void check(const Tensor &t, const char *name, at::ScalarType type, at::IntArrayRef sizes)
 {
@@ -69,6 +71,44 @@ int64_t cube_cores(int device)
     return cores;
 }
 
+// How large the buffers are, read once. A call that has no answer leaves the 0.
+// doc: CANN 9.1, Ascend C API, 平台信息获取/{PlatformAscendCManager, PlatformAscendC/GetCoreMemSize}
+const rewy::Buffers &buffers()
+{
+    static const rewy::Buffers told = [] {
+        using platform_ascendc::CoreMemType;
+        const auto *platform = platform_ascendc::PlatformAscendCManager::GetInstance();
+        const auto bytes = [=](CoreMemType type) {
+            uint64_t size = 0;
+            if (platform != nullptr) platform->GetCoreMemSize(type, size);
+            return static_cast<int64_t>(size);
+        };
+        return rewy::Buffers{bytes(CoreMemType::UB), bytes(CoreMemType::L1), bytes(CoreMemType::L0_A),
+                             bytes(CoreMemType::L0_B), bytes(CoreMemType::L0_C)};
+    }();
+    return told;
+}
+
+std::string reason(const rewy::Lack &lack, int64_t K, int64_t V)
+{
+    if (lack.buffer == nullptr) return "";
+    const std::string needs = c10::str(lack.kernel, " for K = ", K, " and V = ", V, " needs ", lack.taken, " bytes of ",
+                                       lack.buffer, ", ");
+    return needs + (lack.there > 0 ? c10::str("this chip has ", lack.there) : "CANN does not tell how many this chip has");
+}
+
+// Why this chip has no room for the kernels; empty where it has. ../ops.py asks before it calls one.
+std::string lacking(int64_t K, int64_t V, bool conventional)
+{
+    const std::string state = reason(rewy::state_pass_lacks(K, buffers()), K, V);
+    return state.empty() ? reason(rewy::chunk_gradient_lacks(K, V, conventional, buffers()), K, V) : state;
+}
+
+void check_room(const rewy::Lack &lack, int64_t K, int64_t V)
+{
+    TORCH_CHECK_VALUE(lack.buffer == nullptr, reason(lack, K, V));
+}
+
 Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &b, Optional write,
                          const Tensor &G, const Tensor &d_o, const Tensor &U, const Tensor &dR, const Tensor &S,
                          const Tensor &dS, Optional far_chunks, const Tensor &masks, double scale, bool shared,
@@ -112,9 +152,9 @@ Gradients chunk_gradient(const Tensor &q, const Tensor &k, const Tensor &v, cons
 
     const Gradients gradients = empty_gradients(q, v, b, w, G, shared, gram);
     if (N == 0) return gradients;
-    const rewy::ChunkGradientTiling tiling =
-        rewy::chunk_gradient_tiling(N, K, V, cube_cores(q.get_device()), scale, conventional, gram,
-                                     shared);
+    check_room(rewy::chunk_gradient_lacks(K, V, conventional, buffers()), K, V);
+    const rewy::ChunkGradientTiling tiling = rewy::chunk_gradient_tiling(
+        N, K, V, {cube_cores(q.get_device()), buffers()}, scale, conventional, gram, shared);
     enqueue("RewyChunkGradient", [=](void *stream) {
         const auto &[dq, dk, dv, db, dw, dG, remaining] = gradients;
         return rewy::launch_chunk_gradient(type, channels, stream, address(q), address(k), address(v), address(b),
@@ -175,8 +215,9 @@ States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tenso
 
     const States results = empty_states(K, first, v_first, conventional);
     if (P == 0) return results;
-    const rewy::StatePassTiling tiling =
-        rewy::state_pass_tiling(N, P, steps, k, v, cube_cores(K.get_device()), reverse, conventional, first_v, v_first);
+    check_room(rewy::state_pass_lacks(k, buffers()), k, v);
+    const rewy::StatePassTiling tiling = rewy::state_pass_tiling(
+        N, P, steps, k, v, {cube_cores(K.get_device()), buffers()}, reverse, conventional, first_v, v_first);
     enqueue(reverse ? "RewyStateReverse" : "RewyStateForward", [=](void *stream) {
         const auto &[states, solved, last, unsolved] = results;
         return rewy::launch_state_pass(type, stream, address(X), address(K), address(T), address(A), address(Q),
@@ -233,6 +274,7 @@ TORCH_LIBRARY(rewy_ascend, library)
     library.def(
         "state_reverse(Tensor minus_X, Tensor K, Tensor T, Tensor A, Tensor Q, Tensor do, Tensor carry, Tensor first, "
         "Tensor starts, bool v_first=False, bool conventional=False) -> (Tensor states, Tensor dR, Tensor last, Tensor dU)");
+    library.def("lacking(int K, int V, bool conventional) -> str", &lacking);
 }
 TORCH_LIBRARY_IMPL(rewy_ascend, PrivateUse1, library)
 {

@@ -73,6 +73,7 @@ struct StatePlaces {
     static constexpr uint32_t KEYS = VALUES + V * 4;                            // [K/2] and those of [K/2,V]
     static constexpr uint32_t END = KEYS + MOST_KEYS / 2 * 4;
     static_assert(END <= UB_SIZE, "the state must fit the unified buffers of two vector cores");
+    static_assert(END == state_pass_ub(V), "the host has to know how much of them it takes");
     // L1
     static constexpr Operand L1_R{0, C, V};                                     // R, or dU
     static constexpr Operand L1_U{L1_R.address + C * V * 2, C, V};              // U, or dR
