@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from rewy.problem import Operands
 from rewy.testing import Case, budgets, computed, errors, exact, make
 
 EXACT = 1e-10
@@ -33,3 +38,15 @@ def assert_within_budget(case: Case, **options: Any) -> None:
 def assert_close(actual: dict, expected: dict, tolerance: float) -> None:
     over = {name: e for name, e in errors(actual, expected).items() if not e <= tolerance}
     assert not over, over
+
+
+def assert_operators_are_sound(x: Operands, do: Tensor, dht: Tensor | None, *options: Any) -> None:
+    """Schemas, fake kernels and strides of the three operators, which take these options."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    ops = torch.ops.rewy
+    opcheck(ops.forward.default, (*x, *options, True), test_utils=tests)
+    opcheck(ops.forward.default, (*x, *options, False), test_utils=tests)
+    _, _, kept = ops.forward(*x, *options, True)
+    opcheck(ops.backward.default, (*x, *options, kept, do, dht), test_utils=tests)
+    opcheck(ops.backward.default, (*x, *options, kept, do, None), test_utils=tests)
+    opcheck(ops.step.default, (*x, *options), test_utils=tests)

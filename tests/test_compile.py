@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import EXACT
+from checks import EXACT, assert_operators_are_sound
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.library import opcheck
 
 import rewy
 from rewy.problem import OPERATORS
@@ -105,14 +104,5 @@ def test_inference_and_steps_compile():
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_opcheck(operator, packed, state_v_first):
-    """Schemas, fake kernels and strides of the three operators."""
     case = Case(operator, B=1, T=40, K=8, V=12, dtype=torch.float32, lengths=(10, 0, 25) if packed else None)
-    x, do, dht = make(case)
-    options = (0.3, 16, True, "rewy", state_v_first, "")
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(torch.ops.rewy.forward.default, (*x, *options, True), test_utils=tests)
-    opcheck(torch.ops.rewy.forward.default, (*x, *options, False), test_utils=tests)
-    _, _, kept = torch.ops.rewy.forward(*x, *options, True)
-    opcheck(torch.ops.rewy.backward.default, (*x, *options, kept, do, dht), test_utils=tests)
-    opcheck(torch.ops.rewy.backward.default, (*x, *options, kept, do, None), test_utils=tests)
-    opcheck(torch.ops.rewy.step.default, (*x, *options), test_utils=tests)
+    assert_operators_are_sound(*make(case), 0.3, 16, True, "rewy", state_v_first, "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import assert_operators_are_sound
 from torch.utils.checkpoint import checkpoint
 
 import rewy
@@ -198,6 +199,19 @@ def test_compiles_as_one_graph(operator: str) -> None:
     o, ht = compiled(**arguments(y), output_final_state=True, use_qk_l2norm_in_kernel=True)
     found = results(y, o, ht, do.cuda(), dht.cuda())
     assert all(torch.equal(t, found[name].cpu()) for name, t in plain.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.11 itself
+@pytest.mark.parametrize("state_v_first", [False, True], ids=["keys first", "values first"])
+@pytest.mark.parametrize("recompute", [True, False], ids=["again", "kept"])
+@pytest.mark.parametrize("like", [SMALL, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str, like: Case, recompute: bool, state_v_first: bool) -> None:
+    x, do, dht = make(case(operator, like))
+    assert dht is not None
+    x = Operands(*(None if t is None else t.cuda() for t in x[:-1]), x.cu_seqlens_cpu)  # type: ignore[arg-type, call-arg]
+    assert_operators_are_sound(x, do.cuda(), dht.cuda(), 0.3, 64, recompute, "rewy", state_v_first, "cuda")
 
 
 def test_autocast_and_checkpointing() -> None:
