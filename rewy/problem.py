@@ -62,6 +62,11 @@ class Operator:
         own = ["beta [B,T,HV]"] if self.tied else [f"erase {shape[self.erase]}", "write [B,T,HV,V]"]
         return " + ".join(own + ([f"g {shape[self.decay]}"] if self.decay is not Gate.NONE else []))
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether a gate on the key side has one number per channel."""
+        return Gate.CHANNEL in (self.decay, self.erase)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _row, (self.name,)  # copied or sent to another process it is still the row of the table
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -93,10 +92,8 @@ def multiplied(launch: Launch, problem: Problem) -> int:
         kind = "outputs"
     if kind not in PRODUCTS or launch.args.get("FAR"):
         return 0
-    chunks = launch.grid[0] // triton.cdiv(problem.K, 64) if kind == "keys" else launch.grid[0]
-    if kind in ("states", "outputs", "reverse"):  # one program walks a sequence, or a span of it
-        s = launch.args["A"] if kind != "states" else launch.args["Ti"]
-        chunks = getattr(s, "base", s).numel() // problem.chunk_size**2
+    scores = next(launch.args[name] for name in ("Ti", "dA") if name in launch.args)  # [chunks,heads,C,C]
+    chunks = getattr(scores, "base", scores).numel() // problem.chunk_size**2
     return 2 * chunks * PRODUCTS[kind](problem.chunk_size, problem.K, problem.V)
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rewy.bench.results import Results, Row, readable
+from rewy.bench.results import Results, Row, Spread, readable
 from rewy.problem import OPERATORS
 
 LEVELS = {
@@ -57,11 +57,8 @@ def factor_table(sets: Sequence[Results], level: str) -> str:
     for (operator, contestant), pairs in groups.items():
         line = [OPERATORS[operator].title, contestant, str(len(pairs))]
         for spread in ("time", "forward") if forward else ("time",):
-            found = [
-                (getattr(base, spread).median / getattr(row, spread).median, row.shape)
-                for row, base in pairs
-                if getattr(row, spread) and getattr(base, spread)
-            ]
+            factors = [(ratio(getattr(base, spread), getattr(row, spread)), row.shape) for row, base in pairs]
+            found = [(factor, shape) for factor, shape in factors if factor is not None]
             (least, at_least), (most, at_most) = min(found), max(found)
             mean = geometric_mean(factor for factor, _ in found)
             line += [f"**{mean:.2f}×**", f"{least:.2f}× ({at_least})", f"{most:.2f}× ({at_most})"]
@@ -263,9 +260,12 @@ def compare(a: Results, b: Results) -> str:
 
 def speedup(row: Row, base: Row | None) -> float | None:
     """How many times faster than the baseline at the same point."""
-    if row.time is None or base is None or base.time is None:
-        return None
-    return base.time.median / row.time.median
+    return None if base is None else ratio(base.time, row.time)
+
+
+def ratio(a: Spread | None, b: Spread | None) -> float | None:
+    """Of two medians, where both were measured."""
+    return None if a is None or b is None else a.median / b.median
 
 
 def shares(row: Row, results: Results) -> tuple[float, float]:

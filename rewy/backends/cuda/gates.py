@@ -203,7 +203,7 @@ class Gated(NamedTuple):
 
 def by_channel(problem: Problem) -> bool:
     """Whether a gate on the key side has one number per channel."""
-    return Gate.CHANNEL in (problem.operator.decay, problem.operator.erase)
+    return problem.operator.by_channel
 
 
 def exponent_limit(problem: Problem) -> float:

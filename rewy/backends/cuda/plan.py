@@ -112,9 +112,10 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
         pairs = replace(pairs, registers=168)
         if 128 <= problem.V <= 256:
             keys = _plain_keys(problem, keys)
-            channel = Gate.CHANNEL in (problem.operator.decay, problem.operator.erase)
             # By channel a tile of values has two of U.
-            scores = replace(scores, registers=168) if channel else replace(scores, BV=128)
+            scores = (
+                replace(scores, registers=168) if problem.operator.by_channel else replace(scores, BV=128)
+            )
         if sequential.stages == 1 and K > 128:
             # Triton 3.6 and this form read past the end of narrower tiles.
             sequential = replace(sequential, BV=min(V, 64))
@@ -217,7 +218,7 @@ def padded(problem: Problem) -> tuple[int, int]:
 def _stages(problem: Problem, K: int, BV: int, limits: Limits) -> int:
     """As many chunks in flight as fit: keys, scores and values of each, and the operands made on the way."""
     C, bytes_each = problem.chunk_size, problem.dtype.itemsize
-    key_tiles = 3 if Gate.CHANNEL in (problem.operator.decay, problem.operator.erase) else 2
+    key_tiles = 3 if problem.operator.by_channel else 2
     chunk = (key_tiles * C * K + 2 * C * C + C * BV) * bytes_each
     made = (K * BV + 2 * C * BV) * bytes_each
     return 1 if problem.dtype is torch.float32 else max(1, min(3, (limits.shared - made) // chunk))
