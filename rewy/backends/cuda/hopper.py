@@ -66,7 +66,7 @@ def sequence(cu_seqlens, first, i_p, T, BT: gl.constexpr, PARTS: gl.constexpr):
 @gluon.jit
 def clear_tail(tile, rows):
     """Zero the rows of a tile from `rows` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     b_x = tile.load(layout)
     tile.store(gl.where((o_t < rows)[:, None], b_x, gl.zeros_like(b_x)))
@@ -735,7 +735,7 @@ def forward(
         qt=None if o is None else keys(gated.qt),
         v=tiled(v, problem.HV * problem.V),
         w=tiled(w, problem.HV * problem.V),
-        f=_numbers(gated.f),
+        f=numbers(gated.f),
         A=tiled(A, chunks.size),
         h0=h0,
         s=tiled(s, problem.V, rows=problem.K),
@@ -759,7 +759,7 @@ def reverse(
         kt=keys(gated.kt),
         qt=keys(gated.qt),
         do=tiled(do, problem.HV * problem.V),
-        f=None if by_channel(problem) else _numbers(gated.f),
+        f=None if by_channel(problem) else numbers(gated.f),
         A=tiled(A, chunks.size),
         dht=dht,
         ds=tiled(ds, problem.V, rows=problem.K),
@@ -777,7 +777,7 @@ def _common(
     p, channel = problem, by_channel(problem)
     width = p.K if channel else p.H * p.K
     return lambda t: tiled(t, width, columns=p.K), dict(
-        e=_numbers(gated.e),
+        e=numbers(gated.e),
         Ti=tiled(Ti, chunks.size),
         cu_seqlens=chunks.cu_seqlens, first=chunks.first,
         scale=p.scale, T=p.T, H=p.H, HV=p.HV, K=p.K, V=p.V,
@@ -798,9 +798,9 @@ def tiled(t: Tensor | None, width: int, rows: int = 64, columns: int = 64) -> Te
     return _descriptor(t, (t.numel() // width, width), (rows, columns))
 
 
-def _numbers(t: Tensor | None) -> TensorDescriptor | None:
-    """t [NC,HV,...] in fp32 as one row of numbers, those of a chunk and head at a time."""
-    return None if t is None else _descriptor(t, (t.numel(),), (t.numel() // (t.shape[0] * t.shape[1]),))
+def numbers(t: Tensor | None, count: int = 0) -> TensorDescriptor | None:
+    """t [NC,HV,...] in fp32 as one row of numbers, `count` at a time, or all of a chunk and head."""
+    return None if t is None else _descriptor(t, (t.numel(),), (count or t[0, 0].numel(),))
 
 
 def _descriptor(t: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
