@@ -163,10 +163,6 @@ def channel_gates(
     b_G = tl.cumsum(b_g, 0)
     b_Gl = row_of(b_G, BT - 1, BT)
     b_eG = exp(b_G)
-    # G never grows: its first and last rows are the furthest from its middle one
-    b_c = row_of(b_G, BT // 2, BT)
-    b_d = tl.maximum(row_of(b_G, 0, BT) - b_c, b_c - b_Gl)
-    tl.store(far + i_ch.to(tl.int64) * tl.cdiv(K, FAR_CHANNELS) + i_k, (tl.max(b_d, 0) > LIMIT).to(tl.int32))
 
     o_ck = i_ch.to(tl.int64) * BT * K + o_t[:, None] * K + o_k[None, :]
     m_ck = (o_k < K)[None, :]
@@ -179,6 +175,14 @@ def channel_gates(
     tl.store(x + o_ck, (b_b * b_k * b_eG).to(x.dtype.element_ty), mask=m_ck)
     tl.store(kt + o_ck, (b_k * exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
     tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)
+
+    # G never grows: its first and last rows are the furthest from its middle one. They are read back, for to sum the
+    # whole tile for a row takes longer.
+    tl.debug_barrier()
+    p_G = G + i_ch.to(tl.int64) * BT * K + o_k
+    b_c = tl.load(p_G + BT // 2 * K, mask=o_k < K, other=0.0)
+    b_d = tl.maximum(tl.load(p_G, mask=o_k < K, other=0.0) - b_c, b_c - b_Gl)
+    tl.store(far + i_ch.to(tl.int64) * tl.cdiv(K, FAR_CHANNELS) + i_k, (tl.max(b_d, 0) > LIMIT).to(tl.int32))
 
 
 class Gated(NamedTuple):
