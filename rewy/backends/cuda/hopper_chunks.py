@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper import barriers, clear_tail, numbers, thread_barrier, tiled
+from rewy.backends.cuda.hopper import BESIDES, barriers, bring, clear_tail, numbers, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Gate, Problem
 
@@ -105,13 +105,6 @@ def item(i, table, far, T, H, GROUP: gl.constexpr, NF: gl.constexpr, BT: gl.cons
         for i_f in gl.static_range(NF):
             rows = gl.where(gl.load(far + i_ch * NF + i_f) == 0, rows, 0)
     return i_ch, i_h, i_hv, start, rows
-
-
-@gluon.jit
-def bring(tile, tiles, slot, row, column, bar):
-    """Ask for one tile; nothing where the kernel has no such operand."""
-    if tiles is not None:
-        tma.async_copy_global_to_shared(tile, [row, column], bar, tiles.index(slot))
 
 
 @gluon.jit
@@ -484,3 +477,11 @@ def rows(problem: Problem, made: Mapping[str, Any], programs: int) -> None:
         scale=p.scale, unit=made["unit"], T=p.T, H=p.H, COUNT=made["count"] * p.H, GROUP=p.group, K=p.K, V=p.V, BT=C,
     )  # fmt: skip
     Launch(row_chunks, (min(programs, made["count"] * p.H),), args, num_warps=WORKERS.value).run()
+
+
+def rows_shared(problem: Problem) -> int:
+    """Bytes of shared memory that `row_chunks` takes."""
+    C, K = problem.chunk_size, problem.K
+    values, keys = (4 * C + 2 * K) * TILE.value, 2 * C * K
+    in_16_bits, in_fp32 = 2 * (values + keys) + C * K + 2 * C * C, 8 * C
+    return 2 * in_16_bits + 4 * in_fp32 + BESIDES
