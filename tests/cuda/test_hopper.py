@@ -21,9 +21,11 @@ from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
     pytest.skip("none for this Triton", allow_module_level=True)
-from rewy.backends.cuda import hopper
+from rewy.backends.cuda import hopper, hopper_chunks
 
 H200 = Limits(shared=227 * 1024, capability=HOPPER)
+BY_ROW = [name for name, op in OPERATORS.items() if not op.by_channel]
+BY_CHANNEL = [name for name, op in OPERATORS.items() if op.by_channel]
 CASE = Case("kda", B=1, T=200, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16)
 
 
@@ -46,6 +48,10 @@ def in_spans(count: int) -> Callable[[Problem, Limits], Plan]:
 
 def in_parts(parts: int) -> Callable[[Problem, Limits], Plan]:
     return lambda problem, _: replace(plan(problem, H200), parts=parts)
+
+
+def by_programs(count: int) -> Callable[[Problem, Limits], Plan]:
+    return lambda problem, _: replace(plan(problem, H200), programs=count)
 
 
 def shared(problem: Problem, chosen: Plan) -> dict[str, tuple[Pipeline, Callable[[int], int]]]:
@@ -119,6 +125,21 @@ def test_other_devices_take_the_plain_passes(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen == chosen.portable()
 
 
+@pytest.mark.parametrize("K, V", [(64, 64), (64, 256), (128, 128), (128, 192)])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_one_kernel_has_the_gradients_of_rows(operator: str, K: int, V: int) -> None:
+    """On every multiprocessor of the card; by channel, keys are left to another."""
+    problem = described(replace(CASE, operator=operator, K=K, V=V))[0]
+    by_row = operator in BY_ROW
+    taken = hopper_chunks.rows_shared(problem)
+    for limits in (H200, replace(H200, processors=114), replace(H200, shared=taken)):
+        chosen = plan(problem, limits)
+        assert chosen.programs == (limits.processors if by_row else 0)
+        assert chosen.keys_on_hopper == (not by_row and V != 192 and limits.shared >= 113 * 1024)
+        assert chosen.portable().programs == 0
+    assert plan(problem, replace(H200, shared=taken - 1)).programs == 0
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_gradient_kernels_have_tiles_of_their_own_on_hopper(operator: str) -> None:
     problem = described(replace(CASE, operator=operator))[0]
@@ -140,6 +161,56 @@ def test_both_passes_are_launched(lengths: tuple[int, ...] | None) -> None:
     kernels = [launch.kernel for launch in launches]
     assert kernels.count(hopper.forward_pass) == 2 and kernels.count(hopper.reverse_pass) == 1
     assert state.state_forward not in kernels and state.state_reverse not in kernels
+
+
+@pytest.mark.parametrize("HV", [1, 4])
+@pytest.mark.parametrize("lengths", [None, (70, 0, 100)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", BY_ROW)
+def test_a_backward_by_rows_has_three_kernels(
+    operator: str, lengths: tuple[int, ...] | None, HV: int
+) -> None:
+    """They leave gradients as they are returned; rows past the last offset, which none of them sees, are 0."""
+    problem, x, do, dht = described(replace(CASE, operator=operator, HV=HV, lengths=lengths))
+    listed = ["list_chunks"] if lengths else []
+    for recompute, again in (True, ["forward_pass"]), (False, []):
+        backend, problem = CudaBackend(on_h200), replace(problem, recompute=recompute)
+        kept = backend.fake_kept(problem, x)
+        with recording() as launches:
+            found = backend.backward(problem, x, kept, do, dht)
+        assert [launch.name for launch in launches] == [*listed, *again, "reverse_pass", "row_chunks"]
+        args = launches[-1].args
+        assert args["dq"].base is found.q and args["dk"].base is found.k and args["dv"].base is found.v
+        assert args["dg"] is found.g and args["db"] is found.erase
+        assert (args["parts"] is None) == (HV == 1)
+        for t, given in zip(found[:5], x[:5], strict=True):
+            assert (t is None) == (given is None)
+            if t is not None:
+                assert t.dtype is given.dtype and t.shape == given.shape
+                assert lengths is None or not t.any()
+
+
+@pytest.mark.parametrize("operator", BY_ROW)
+def test_every_span_has_its_rows_gradients_from_one_kernel(operator: str) -> None:
+    problem, x, do, dht = described(replace(CASE, operator=operator))
+    backend = CudaBackend(in_spans(3))
+    kept = backend.fake_kept(problem, x)
+    with recording() as launches:
+        found = backend.backward(problem, x, kept, do, dht)
+    assert [launch.name for launch in launches] == ["forward_pass", "reverse_pass", "row_chunks"] * 2
+    last, first = (launch.args for launch in launches if launch.name == "row_chunks")
+    assert (first["T"], last["T"]) == (128, 72)
+    for name, t in dict(dq=found.q, dv=found.v, db=found.erase).items():
+        at = [getattr(args[name], "base", args[name]).data_ptr() - t.data_ptr() for args in (first, last)]
+        assert at == [0, t[:, :128].nbytes]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 8, 132])
+def test_no_more_programs_than_chunks_of_key_heads(programs: int) -> None:
+    problem, x, do, dht = described(replace(CASE, operator="gated_delta_rule", H=2, HV=4))
+    backend = CudaBackend(by_programs(programs))
+    with recording() as launches:
+        backend.backward(problem, x, backend.fake_kept(problem, x), do, dht)
+    assert launches[-1].name == "row_chunks" and launches[-1].grid == (min(programs, 8),)
 
 
 @pytest.mark.parametrize("planner", [on_h200, in_spans(2), in_parts(2)], ids=["whole", "spans", "parts"])
@@ -347,7 +418,7 @@ def test_parts_are_as_exact_as_the_whole(
     ],
     ids=lambda change: "-".join(f"{k}{v}" for k, v in change.items()).replace(" ", "") or "usual",
 )
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", BY_CHANNEL)
 def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.device) -> None:
     problem, x, do, dht = described(replace(CASE, operator=operator, **change), device)
     _, _, kept = CudaBackend().forward(problem, x, training=True)
@@ -360,6 +431,54 @@ def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.dev
     assert plan(problem, limits_of(device)).keys_on_hopper
     found, again, plain = gradients(True), gradients(True), gradients(False)
     assert all(torch.equal(t, again[name]) for name, t in found.items())
+    assert_rounded_alike(found, plain)
+
+
+@pytest.mark.cuda
+@on_hopper
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(),
+        dict(B=2, T=64, HV=1, V=64),
+        dict(T=1, H=2, HV=2),
+        dict(B=2, T=300, H=2, HV=8, K=64, V=256),
+        dict(T=300, K=64, V=64, HV=3),
+        dict(T=130, H=2, HV=4, V=192, initial_state=False, dht=False),
+        dict(T=500, H=2, V=256, lengths=(0, 129, 0, 271, 64)),
+        dict(T=500, HV=4, lengths=(0, 129, 0, 271, 64)),
+        dict(T=500, H=1, HV=1, K=64, V=128, lengths=(65, 0, 400)),
+        dict(T=130, gate="G1000"),
+        dict(gate="GX1000"),
+        dict(gate="G20"),
+        dict(T=320, HV=4, V=256, gate="GB20"),
+    ],
+    ids=lambda change: "-".join(f"{k}{v}" for k, v in change.items()).replace(" ", "") or "usual",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operator", BY_ROW)
+def test_chunks_as_the_plain_kernels(
+    operator: str, dtype: torch.dtype, change: dict, device: torch.device
+) -> None:
+    """The same bits by as many programs as there are chunks, where the card has so many, and by a few."""
+    case = replace(CASE, operator=operator, dtype=dtype, **change)
+    problem, x, do, dht = described(case, device)
+    if case.lengths is not None:  # rows past the last offset may hold anything
+        for t in (*x[:6], do):
+            if t is not None:
+                t[:, sum(case.lengths) :] = float("nan")
+    _, _, kept = CudaBackend().forward(problem, x, training=True)
+
+    def gradients(programs: int) -> dict[str, Tensor]:
+        found = CudaBackend(by_programs(programs)).backward(problem, x, kept, do, dht)._asdict()
+        return {name: t for name, t in found.items() if t is not None}
+
+    limits = limits_of(device)
+    assert plan(problem, limits).programs == limits.processors
+    found, plain = gradients(limits.processors), gradients(0)
+    for programs in (limits.processors, 3, 1):
+        again = gradients(programs)
+        assert all(torch.equal(t, again[name]) for name, t in found.items())
     assert_rounded_alike(found, plain)
 
 

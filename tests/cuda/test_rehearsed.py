@@ -157,7 +157,7 @@ def test_a_training_forward_compiles_for_its_backward(
         return plan(problem, limits)
 
     both, none = compiles(training=True, dht=True)
-    assert both >= 7 and none == 0
+    assert both >= 6 and none == 0
     assert len({asked.signature for asked in compiled}) == both
     assert compiles(training=True, dht=True) == (0, 0)
     assert compiles(training=True, dht=False) == (0, 1)  # its reverse pass alone
@@ -167,7 +167,7 @@ def test_a_training_forward_compiles_for_its_backward(
     assert compiles(training=True, dht=True) == (0, both - outputs)
     launch._compiled.clear()
     both, none = compiles(training=True, dht=False, initial_state=False)
-    assert both >= 7 and none == 0
+    assert both >= 6 and none == 0
 
 
 def training_step() -> tuple[list[torch.Tensor], list[int]]:

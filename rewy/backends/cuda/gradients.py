@@ -6,8 +6,9 @@
 
 where ~ carries the decay between two rows of the chunk. `score_gradients` forms dA and dL of a chunk once, with what
 else lies on the value side; `key_gradients` takes them for each tile of key channels; `sum_parts` adds what several
-programs have. dA and dL are stored in the dtype they are multiplied in, so nothing is rounded that would not be. Of
-U, dA takes the digits that follow too, where they are kept; dS+ is in units of `state.unit`.
+programs have. The plan may have `hopper_chunks` do all of it in one kernel, or `hopper_gradients` the keys. dA and dL
+are stored in the dtype they are multiplied in, so nothing is rounded that would not be. Of U, dA takes the digits that
+follow too, where they are kept; dS+ is in units of `state.unit`.
 
 The gate of row t decays what passes from rows before t to rows from t on, so its gradient sums exactly those
 terms:
@@ -31,7 +32,7 @@ tiles again for what crosses the end: all at once would not fit into registers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -384,10 +385,10 @@ def sum_parts(
 
 
 class Buffers(NamedTuple):
-    """Where the kernels write gradients: their tensors, or fp32 parts of those that several programs add to.
+    """Where the kernels write gradients: tensors as their inputs, or fp32 parts of those that several programs add to.
 
-    q, k [B,T,HV,K], in fp32 where value heads are grouped; v, write [B,T,HV,V]; g, erase as their inputs, or with
-    one number a token parts of them [parts,B,T,HV]: one for each tile of keys, and for erase one for the values.
+    Of parts (`in_parts`) q, k are [B,T,HV,K]; g, erase [parts,B,T,HV]: one for each tile of keys, and for erase one for
+    the values.
     """
 
     q: Tensor
@@ -408,25 +409,30 @@ def gradients(
     """
     out = buffers(problem, x, tiles)
     write(problem, x, gated, do, u, dr, s, ds, out, chunks, tiles)
-    return finished(problem, x, out, dh0)
+    return finished(problem, x, out, dh0, tiles)
+
+
+def in_parts(problem: Problem, tiles: Plan) -> list[str]:
+    """Which buffers hold parts; none where each program has whole chunks, of all heads that share their keys."""
+    grouped, op = problem.group > 1, problem.operator
+    several = dict(q=grouped, k=grouped, g=op.decay is Gate.SCALAR, erase=op.erase is Gate.SCALAR)
+    return [name for name, parts in several.items() if parts and not tiles.programs]
 
 
 def buffers(problem: Problem, x: Operands, tiles: Plan) -> Buffers:
     p, NK = problem, triton.cdiv(problem.K, tiles.keys.BK)
     fresh = torch.zeros if p.varlen else torch.empty  # no chunk holds the rows past the last offset
+    tokens = p.B, p.T, p.HV
+    parts = dict(q=(*tokens, p.K), k=(*tokens, p.K), g=(NK, *tokens), erase=(NK + 1, *tokens))
+    names = in_parts(p, tiles)
 
-    def like(t: Tensor) -> Tensor:
-        return fresh(t.shape, dtype=t.dtype, device=t.device)
+    def buffer(name: str) -> Any:
+        t = getattr(x, name)
+        if name in names:
+            return fresh(parts[name], dtype=torch.float32, device=t.device)
+        return None if t is None else fresh(t.shape, dtype=t.dtype, device=t.device)
 
-    def parts(*shape: int) -> Tensor:
-        return fresh(shape, dtype=torch.float32, device=x.q.device)
-
-    dq, dk = (like(t) if p.group == 1 else parts(p.B, p.T, p.HV, p.K) for t in (x.q, x.k))
-    db = parts(NK + 1, p.B, p.T, p.HV) if p.operator.erase is Gate.SCALAR else like(x.erase)
-    dg = None
-    if x.g is not None:
-        dg = parts(NK, p.B, p.T, p.HV) if p.operator.decay is Gate.SCALAR else like(x.g)
-    return Buffers(dq, dk, like(x.v), dg, db, None if x.write is None else like(x.write))
+    return Buffers(*map(buffer, Buffers._fields))
 
 
 def write(
@@ -434,6 +440,13 @@ def write(
     out: Buffers, chunks: Chunks, tiles: Plan,
 ) -> None:  # fmt: skip
     p, C = problem, chunks.size
+    if tiles.programs:
+        from rewy.backends.cuda import hopper_chunks  # needs Gluon
+
+        made = dict(q=x.q, k=x.k, v=x.v, do=do, u=u[0], dr=dr, s=s, ds=ds, f=gated.f, G=gated.G)
+        made |= dict(dq=out.q, dk=out.k, dv=out.v, dg=out.g, db=out.erase, table=chunks.table)
+        hopper_chunks.rows(p, made | dict(unit=state.unit(p), count=chunks.count), tiles.programs)
+        return
     scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
     dL, diagonal = dA.new_empty(dA.shape), dA.new_empty(dA.shape[:-1], dtype=torch.float32)
@@ -477,19 +490,19 @@ def write(
         ).run()
 
 
-def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None) -> Gradients:
+def finished(problem: Problem, x: Operands, out: Buffers, dh0: Tensor | None, tiles: Plan) -> Gradients:
     """Parts are summed in fp32 and rounded once."""
-    p, (dq, dk, dv, dg, db, dw) = problem, out
+    p = problem
     if dh0 is not None and x.initial_state is not None:
         unit = state.unit(p)
         dh0 = (dh0 if unit == 1 else dh0 * unit).to(x.initial_state.dtype)
-    if p.group > 1:
-        dq, dk = (summed(t, like, p.group, p.K) for t, like in ((dq, x.q), (dk, x.k)))
-    if p.operator.erase is Gate.SCALAR:
-        db = summed(db, x.erase, len(db), x.erase.numel())
-    if dg is not None and x.g is not None and p.operator.decay is Gate.SCALAR:
-        dg = summed(dg, x.g, len(dg), x.g.numel())
-    return Gradients(dq, dk, dv, dg, db, dw, dh0)
+
+    def total(name: str) -> Tensor:
+        parts, like = getattr(out, name), getattr(x, name)
+        of_heads = name in ("q", "k")
+        return summed(parts, like, *(p.group, p.K) if of_heads else (len(parts), like.numel()))
+
+    return Gradients(*out._replace(**{name: total(name) for name in in_parts(p, tiles)}), dh0)
 
 
 def summed(parts: Tensor, like: Tensor, count: int, run: int) -> Tensor:

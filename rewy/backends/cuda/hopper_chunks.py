@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper import barriers, clear_tail, numbers, thread_barrier, tiled
+from rewy.backends.cuda.hopper import BESIDES, barriers, bring, clear_tail, numbers, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Gate, Problem
 
@@ -73,8 +73,21 @@ def store_rows(p, b_x, m_t):
 
 
 @gluon.jit
+def times(x, y):
+    """x y, rounded: not the compiler's to fuse with a sum, so that equal factors have equal products everywhere."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def add(x, y):
     return x + y
+
+
+@gluon.jit
+def add_before(sum1, before1, sum2, before2):
+    return sum1 + sum2, sum1 + before2
 
 
 @gluon.jit
@@ -105,13 +118,6 @@ def item(i, table, far, T, H, GROUP: gl.constexpr, NF: gl.constexpr, BT: gl.cons
         for i_f in gl.static_range(NF):
             rows = gl.where(gl.load(far + i_ch * NF + i_f) == 0, rows, 0)
     return i_ch, i_h, i_hv, start, rows
-
-
-@gluon.jit
-def bring(tile, tiles, slot, row, column, bar):
-    """Ask for one tile; nothing where the kernel has no such operand."""
-    if tiles is not None:
-        tma.async_copy_global_to_shared(tile, [row, column], bar, tiles.index(slot))
 
 
 @gluon.jit
@@ -167,7 +173,7 @@ def row_sums(dg, db, sums_s, b_Gl, i_g, rows, HV, BT: gl.constexpr):
     if dg is not None:
         b_go = sums_s.index(2).load(line)
         b_dg = gl.associative_scan(sums_s.index(1).load(line), 0, add, reverse=True)
-        b_dg += gl.associative_scan(b_go, 0, add) - b_go
+        b_dg += gl.associative_scan((b_go, gl.zeros_like(b_go)), 0, add_before)[1]
         b_dg += exp(b_Gl) * gl.sum(sums_s.index(3).load(line), 0)
         gl.store(dg + i_g + o_t * HV, b_dg.to(dg.dtype.element_ty), mask=m_t)
 
@@ -323,7 +329,7 @@ def row_compute(
             b_dq = b_dq * (scale * b_f)
             b_E = b_E * -b_f
             if DECAY:
-                b_go = gl.sum(b_k * b_dk, 1)
+                b_go = gl.sum(times(b_k, b_dk), 1)
             fence_async_shared()
             thread_barrier()
             b_dq = warpgroup_mma(A_s, k_t, b_dq, is_async=True)
@@ -334,14 +340,15 @@ def row_compute(
             thread_barrier()  # other warps' products may still read q and k, which dq and dk are to replace
             b_k = k_t.load(acc).to(gl.float32)
             if DECAY:
-                # out of rows: with what goes to the next state, which is taken off again
-                b_gi = kp_s.load(acc).to(gl.float32) * b_E - b_k * b_dk
+                # out of rows: what goes to the next state is taken off again, to the last bit where nothing else does
+                b_gi = b_go - gl.sum(times(b_k, b_dk), 1)
+                b_in = kp_s.load(acc).to(gl.float32) * b_E
             b_e = gl.sum(b_k * b_E, 1)
             b_dk += b_b * b_E
             thread_barrier()  # or all is loaded at once, into too many registers
             b_q = q_t.load(acc).to(gl.float32)
             if DECAY:
-                b_gi = b_go + gl.sum(b_gi + b_q * b_dq, 1)
+                b_gi += gl.sum(b_in + b_q * b_dq, 1)
             b_dk += b_a * b_q
             b_dq += b_a * b_k
 
@@ -484,3 +491,11 @@ def rows(problem: Problem, made: Mapping[str, Any], programs: int) -> None:
         scale=p.scale, unit=made["unit"], T=p.T, H=p.H, COUNT=made["count"] * p.H, GROUP=p.group, K=p.K, V=p.V, BT=C,
     )  # fmt: skip
     Launch(row_chunks, (min(programs, made["count"] * p.H),), args, num_warps=WORKERS.value).run()
+
+
+def rows_shared(problem: Problem) -> int:
+    """Bytes of shared memory that `row_chunks` takes."""
+    C, K = problem.chunk_size, problem.K
+    values, keys = (4 * C + 2 * K) * TILE.value, 2 * C * K
+    in_16_bits, in_fp32 = 2 * (values + keys) + C * K + 2 * C * C, 8 * C
+    return 2 * in_16_bits + 4 * in_fp32 + BESIDES

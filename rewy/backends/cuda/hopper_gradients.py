@@ -1,13 +1,11 @@
-"""The gradients of keys and gates for Hopper, in Gluon: `gradients.key_gradients` with every movement spelled out.
-
-`row_keys` is for gates with one number a row, `channel_keys` for those by channel.
+"""Gradients of keys gated by channel for Hopper, in Gluon: `gradients.key_gradients` with every movement spelled out.
 
 A program takes a chunk and 64 key channels, whole tiles of it, of values up to 128 channels and then the next into
 the same places: the copy engine brings all of them at once, two programs share a multiprocessor, and while one waits
 the other computes. Tiles that the first products have used up hold what the next ones need. The formulas, and the
-care for dg, are those of `gradients`. By channel, the sums of dg run down the rows in registers, in fp32: each thread
-has the rows of two channels, and runs of 16 rows are joined through shared memory. Chunks whose gates are too far
-apart to be centred are left to the general form.
+care for dg, are those of `gradients`. The sums of dg run down the rows in registers, in fp32: each thread has the rows
+of two channels, and runs of 16 rows are joined through shared memory. Chunks whose gates are too far apart to be
+centred are left to the general form.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rewy.backends.cuda.gates import LOG2_E
 from rewy.backends.cuda.hopper import clear_tail, thread_barrier, tiled
+from rewy.backends.cuda.hopper_chunks import exp, store_rows, wide
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 
@@ -35,11 +34,6 @@ SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multipr
 # Sums of dg run over rows: of a tile in fp32 each of 128 threads holds so many rows of so many channels.
 RUN = gl.constexpr(16)
 RUN_CHANNELS = gl.constexpr(2)
-
-
-@gluon.jit
-def exp(x):
-    return gl.exp2(x * LOG2_E)
 
 
 @gluon.jit
@@ -61,23 +55,6 @@ def barrier():
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     return bar
-
-
-@gluon.jit
-def wide(b_x):
-    """A tile of 16 bits in fp32. Of two bf16 in one register, one is a shift away and the other a mask."""
-    if b_x.dtype == gl.bfloat16:
-        b_y = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;",
-            "=&r,=r,r",
-            [b_x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        b_y = b_x.to(gl.float32)
-    return b_y
 
 
 @gluon.jit
@@ -131,184 +108,6 @@ def end_of_runs(b_x, LAST: gl.constexpr):
 def side_by_side(b_x, b_y):
     """Two tiles as one of twice the columns; in shared memory one lies after the other."""
     return gl.join(b_x, b_y).permute((0, 2, 1)).reshape([b_x.shape[0], 2 * b_x.shape[1]])
-
-
-@gluon.jit
-def store_rows(p, b_x, m_t):
-    gl.store(p, b_x.to(p.dtype.element_ty), mask=m_t[:, None])
-
-
-@gluon.jit(do_not_specialize=["T", "TOKENS"])
-def row_keys(
-    # inputs and outputs
-    q,
-    k,
-    do,
-    u,
-    dr,
-    s,
-    ds,
-    dA,
-    dL,
-    b,
-    G,
-    diagonal,
-    dq,
-    dk,
-    p_dq,
-    p_dk,
-    dg,
-    db,
-    table,
-    # sizes
-    scale,
-    unit,
-    T,
-    TOKENS,
-    H,
-    HV,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    # meta
-    BT: gl.constexpr,
-):
-    BK: gl.constexpr = 64
-    NK: gl.constexpr = K // BK
-    BV: gl.constexpr = u.block_shape[1]
-    DECAY: gl.constexpr = dg is not None
-    COPY: gl.constexpr = dq is not None
-    dtype: gl.constexpr = q.dtype
-    i_k = gl.program_id(0) % NK
-    i_ch = gl.program_id(0) // NK
-    i_c, i_hv = i_ch // HV, i_ch % HV
-    i_h = i_hv // (HV // H)
-    start, rows = chunk(table, i_c, T, BT)
-    if rows == 0:
-        return
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    by_row: gl.constexpr = gl.SliceLayout(1, acc)
-    by_column: gl.constexpr = gl.SliceLayout(0, acc)
-    tile: gl.constexpr = q.layout
-
-    q_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
-    k_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
-    A_s = gl.allocate_shared_memory(dtype, [BT, BT], dA.layout)
-    L_s = gl.allocate_shared_memory(dtype, [BT, BT], dL.layout)
-    do_s = gl.allocate_shared_memory(dtype, [BT, BV], do.layout)
-    dr_s = gl.allocate_shared_memory(dtype, [BT, BV], dr.layout)
-    u_s = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)
-    s_s = gl.allocate_shared_memory(dtype, [BK, BV], s.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [BK, BV], ds.layout)
-    states, within = barrier(), barrier()
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.expect(states, 2 * BV * (3 * BT + 2 * BK))
-    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], states, s_s)
-    tma.async_copy_global_to_shared(do, [start, i_hv * V], states, do_s)
-    tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], states, dr_s)
-    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], states, u_s)
-    tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], states, ds_s)
-    mbarrier.expect(within, 4 * BT * (BK + BT))
-    tma.async_copy_global_to_shared(k, [start, i_h * K + i_k * BK], within, k_s)
-    tma.async_copy_global_to_shared(q, [start, i_h * K + i_k * BK], within, q_s)
-    tma.async_copy_global_to_shared(dA, [i_ch * BT, 0], within, A_s)
-    tma.async_copy_global_to_shared(dL, [i_ch * BT, 0], within, L_s)
-
-    # meanwhile: gates, as they lie in memory
-    o_t = gl.arange(0, BT, by_row)
-    o_j = gl.arange(0, BT, by_column)
-    o_k = i_k * BK + gl.arange(0, BK, by_column)
-    m_t = o_t < rows
-    i_g = start.to(gl.int64) * HV + i_hv
-    o_hk = o_t[:, None] * (HV * K) + o_k[None, :]
-    p_G = G + i_ch.to(gl.int64) * BT
-    b_G = gl.expand_dims(gl.load(p_G + o_t), 1)
-    b_Gl = gl.load(p_G + BT - 1)
-    b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
-    b_a = gl.expand_dims(gl.load(diagonal + i_ch.to(gl.int64) * BT + o_t), 1)
-
-    # what passes through the states, [BT,BK], one tile of values after the other
-    mbarrier.wait(within, 0)
-    if rows < BT:
-        clear_tail(q_s, rows)
-        clear_tail(k_s, rows)
-    zeros = gl.zeros([BT, BK], gl.float32, acc)
-    b_dq, b_E, b_dk = zeros, zeros, zeros
-    ss = gl.zeros([BK], gl.float32, gl.SliceLayout(1, flat))
-    for i_v in gl.static_range(V // BV):
-        mbarrier.wait(states, i_v % 2)
-        if rows < BT:
-            clear_tail(do_s, rows)
-            fence_async_shared()
-            thread_barrier()
-        b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=i_v > 0, is_async=True)
-        b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=i_v > 0, is_async=True)
-        b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=i_v > 0, is_async=True)
-        if DECAY:
-            for i in gl.static_range(BV // 64):
-                b_s = s_s.slice(i * 64, 64, 1).load(flat).to(gl.float32)
-                ss += gl.sum(b_s * ds_s.slice(i * 64, 64, 1).load(flat).to(gl.float32), 1)
-        b_dq, b_E, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_dk))
-        thread_barrier()
-        if i_v + 1 < V // BV:
-            o_v = (i_v + 1) * BV
-            mbarrier.expect(states, 2 * BV * (3 * BT + 2 * BK))
-            tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, o_v], states, s_s)
-            tma.async_copy_global_to_shared(do, [start, i_hv * V + o_v], states, do_s)
-            tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], states, dr_s)
-            tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], states, u_s)
-            tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, o_v], states, ds_s)
-    ss = gl.convert_layout(ss, by_column)
-
-    # what passes between the chunk's rows, on top of it
-    b_k = k_s.load(acc).to(gl.float32)
-    kp_s = do_s._reinterpret(dtype, [BT, BK], tile)
-    kp_s.store((b_b * b_k).to(dtype))
-    b_dk = b_dk * (unit * exp(b_Gl - b_G))
-    b_f = exp(b_G)
-    b_dq = b_dq * (scale * b_f)
-    b_E = b_E * -b_f
-    if DECAY:
-        b_go = gl.sum(b_k * b_dk, 1)
-    fence_async_shared()
-    thread_barrier()
-    b_dq = warpgroup_mma(A_s, k_s, b_dq, is_async=True)
-    b_E = warpgroup_mma(L_s, k_s, b_E, is_async=True)
-    b_x = warpgroup_mma(A_s.permute((1, 0)), q_s, zeros, use_acc=False, is_async=True)
-    b_x = warpgroup_mma(L_s.permute((1, 0)), kp_s, b_x, is_async=True)
-    b_dq, b_E, b_x = warpgroup_mma_wait(0, (b_dq, b_E, b_x))
-    thread_barrier()  # other warps' products may still read q and k, which dq and dk are to replace
-    if DECAY:
-        b_gi = q_s.load(acc).to(gl.float32) * b_dq + kp_s.load(acc).to(gl.float32) * b_E
-        b_gi = gl.sum(b_gi - k_s.load(acc).to(gl.float32) * b_x, 1)
-    b_k = k_s.load(acc).to(gl.float32)
-    b_dq = b_dq + b_a * b_k
-    b_dk = b_dk + b_x + b_a * q_s.load(acc).to(gl.float32) + b_b * b_E
-    if COPY:
-        if rows < BT:
-            store_rows(p_dq + i_g * K + o_hk, b_dq, m_t)
-            store_rows(p_dk + i_g * K + o_hk, b_dk, m_t)
-        else:
-            q_s.store(b_dq.to(dtype))
-            k_s.store(b_dk.to(dtype))
-            fence_async_shared()
-            thread_barrier()
-            tma.async_copy_shared_to_global(dq, [start, i_hv * K + i_k * BK], q_s)
-            tma.async_copy_shared_to_global(dk, [start, i_hv * K + i_k * BK], k_s)
-    else:
-        store_rows(p_dq + i_g * K + o_hk, b_dq, m_t)
-        store_rows(p_dk + i_g * K + o_hk, b_dk, m_t)
-    gl.store(db + i_k.to(gl.int64) * TOKENS * HV + i_g + o_t * HV, gl.sum(b_k * b_E, 1), mask=m_t)
-    if DECAY:
-        b_in, b_out = gl.expand_dims(b_gi, 1), gl.expand_dims(b_go, 1)
-        b_dg = gl.sum(gl.where(o_t[:, None] >= o_j[None, :], b_in, b_out), 0) + exp(b_Gl) * gl.sum(ss, 0)
-        gl.store(dg + i_k.to(gl.int64) * TOKENS * HV + i_g + o_j * HV, b_dg, mask=o_j < rows)
-    tma.store_wait(0)
-    # The compiler does not see that one holds another tile too, nor that the copy engine reads two until here.
-    do_s._keep_alive()
-    q_s._keep_alive()
-    k_s._keep_alive()
 
 
 @gluon.jit(do_not_specialize=["T", "TOKENS"])
@@ -634,9 +433,7 @@ def channel_keys(
 def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
     """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
     p, C, dg, db = problem, problem.chunk_size, made["dg"], made["db"]
-    channel = made["BY_CHANNEL"]
-    others = ("unit",) if channel else ("CHANNEL_ERASE", "far")
-    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", "LIMIT", *others)
+    general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", "LIMIT", "unit")
     BV = min(p.V, 128)
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
     args = {name: arg for name, arg in made.items() if name not in general} | dict(
@@ -648,10 +445,7 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
         **{name: tiled(made[name], p.HV * p.K) if copied else None for name in ("dq", "dk")},
         p_dq=made["dq"],
         p_dk=made["dk"],
+        db_tiles=tiled(db, p.HV * p.K) if made["CHANNEL_ERASE"] and db.dtype is p.dtype else None,
+        dg_tiles=tiled(dg, p.HV * p.K) if dg.dtype is torch.float32 else None,
     )
-    if channel:
-        args |= dict(
-            db_tiles=tiled(db, p.HV * p.K) if made["CHANNEL_ERASE"] and db.dtype is p.dtype else None,
-            dg_tiles=tiled(dg, p.HV * p.K) if dg.dtype is torch.float32 else None,
-        )
-    Launch(channel_keys if channel else row_keys, grid, args).run()
+    Launch(channel_keys, grid, args).run()

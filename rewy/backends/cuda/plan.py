@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import triton
@@ -32,10 +33,11 @@ SPAN = 8192
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a device: shared memory a program may use in bytes, and compute capability."""
+    """Of a device: shared memory a program may use in bytes, compute capability, and multiprocessors."""
 
     shared: int
     capability: tuple[int, int]
+    processors: int = 132
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Plan:
     """The tiles of every kernel.
 
     `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
-    not serve. `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
+    not serve. `programs`: of `hopper_chunks`, that compute the gradients of all chunks; 0 where `gradients` does.
+    `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
     `parts`: of a sequence, that are walked side by side (`segments`, for K up to 128); `chain` is for their states.
     `spans`: of a sequence, that a backward takes one after the other (module `spans`).
     """
@@ -75,6 +78,7 @@ class Plan:
     scores: Tiles
     keys: Tiles
     chain: Tiles
+    programs: int = 0
     keys_on_hopper: bool = False
     parts: int = 1
     spans: int = 1
@@ -82,7 +86,8 @@ class Plan:
     def portable(self) -> Plan:
         """The same with every kernel in plain Triton; whether parts would pay is not known for it."""
         plain = self.sequential
-        return replace(self, outputs=plain, states=plain, reverse=plain, keys_on_hopper=False, parts=1)
+        passes: dict[str, Any] = dict(outputs=plain, states=plain, reverse=plain)
+        return replace(self, **passes, programs=0, keys_on_hopper=False, parts=1)
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
@@ -154,7 +159,7 @@ def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
 
 
 def _fits_hopper(problem: Problem, limits: Limits) -> bool:
-    """Whether `hopper` and `hopper_gradients` can compute a problem on a device."""
+    """Whether `hopper`, `hopper_chunks` and `hopper_gradients` can compute a problem on a device."""
     p = problem
     rows = chunk_count(p) * p.HV * max(4 * p.chunk_size, p.K)
     return (
@@ -171,28 +176,29 @@ def _fits_hopper(problem: Problem, limits: Limits) -> bool:
     )
 
 
-def _parts(problem: Problem) -> int:
-    """Enough for every multiprocessor of an H200 to walk one, none shorter than 64 chunks.
+def _parts(problem: Problem, limits: Limits) -> int:
+    """Enough for every multiprocessor to walk one, none shorter than 64 chunks.
 
     With states between them, passes over parts are thrice the work: fewer than four do not pay.
     """
     p = problem
     programs, shortest = max(1, p.N * p.HV * p.V // 64), max(1, p.N) * 64 * p.chunk_size
     parts = 1
-    while 2 * parts * programs <= 132 and 2 * parts * shortest <= p.B * p.T:
+    while 2 * parts * programs <= limits.processors and 2 * parts * shortest <= p.B * p.T:
         parts *= 2
     return parts if parts >= 4 and p.K <= 128 else 1
 
 
 def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
     """Passes as deep as shared memory allows, up to four chunks: a fifth gains nothing."""
-    from rewy.backends.cuda import hopper, hopper_gradients  # need Gluon
+    from rewy.backends.cuda import hopper, hopper_chunks, hopper_gradients  # need Gluon
 
     def pipeline(shared: Callable[[Problem, int], int]) -> Tiles | Pipeline:
         depths = (stages for stages in (4, 3, 2) if shared(problem, stages) <= limits.shared)
         return next(map(Pipeline, depths), plan.sequential)
 
-    parts = _parts(problem)
+    parts, channel = _parts(problem, limits), problem.operator.by_channel
+    whole_chunks = not channel and hopper_chunks.rows_shared(problem) <= limits.shared
     return replace(
         plan,
         parts=parts,
@@ -200,7 +206,8 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),
-        keys_on_hopper=problem.V in (64, 128, 256) and limits.shared >= hopper_gradients.SHARED,
+        programs=limits.processors if whole_chunks else 0,
+        keys_on_hopper=channel and problem.V in (64, 128, 256) and limits.shared >= hopper_gradients.SHARED,
     )
 
 
@@ -229,5 +236,6 @@ def limits_of(device: torch.device) -> Limits:
     if device.type != "cuda":
         return Limits(shared=99 * 1024, capability=(8, 0))
     index = torch.cuda.current_device() if device.index is None else device.index
-    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return Limits(shared, torch.cuda.get_device_capability(index))
+    card = triton.runtime.driver.active.utils.get_device_properties(index)
+    capability = torch.cuda.get_device_capability(index)
+    return Limits(card["max_shared_mem"], capability, card["multiprocessor_count"])

@@ -20,7 +20,7 @@ from rewy.backends.cuda import gates, gradients, state
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
 from rewy.backends.cuda.gates import Gated
 from rewy.backends.cuda.plan import Plan
-from rewy.problem import Gate, Gradients, Operands, Problem
+from rewy.problem import Gradients, Operands, Problem
 
 
 class Span(NamedTuple):
@@ -107,18 +107,17 @@ def backward(
         A_span, Ti_span = span.by_chunk(A), span.by_chunk(Ti)
         s, u = state.states(p, y, g, Ti_span, chunks, tiles.states)
         ds, dr, dht = state.reverse(p, y, g, A_span, Ti_span, d, dht, chunks, tiles.reverse)
-        gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span), chunks, tiles)
+        gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span, tiles), chunks, tiles)
         del s, u, ds, dr, g  # the next span's take their place
-    return gradients.finished(problem, x, out, dht)
+    return gradients.finished(problem, x, out, dht, tiles)
 
 
-def _slices(out: gradients.Buffers, span: Span) -> gradients.Buffers:
-    """The span's part of every buffer; those of fp32 parts have these before their tokens."""
-    op = span.problem.operator
-    in_parts = {"g": op.decay is Gate.SCALAR, "erase": op.erase is Gate.SCALAR}
+def _slices(out: gradients.Buffers, span: Span, tiles: Plan) -> gradients.Buffers:
+    """The span's part of every buffer; fp32 parts of one number a token have these before their tokens."""
+    numbers = {"g", "erase"}.intersection(gradients.in_parts(span.problem, tiles))
     return out._replace(
         **{
-            name: t[:, :, span.begin : span.end] if in_parts.get(name) else span.tokens(t)
+            name: t[:, :, span.begin : span.end] if name in numbers else span.tokens(t)
             for name, t in out._asdict().items()
             if t is not None
         }
