@@ -42,8 +42,8 @@ def on_h200(problem: Problem, _: Limits) -> Plan:
     return plan(problem, H200)
 
 
-def in_spans(count: int) -> Callable[[Problem, Limits], Plan]:
-    return lambda problem, _: replace(plan(problem, H200), spans=count)
+def in_spans(count: int, stretches: int = 1) -> Callable[[Problem, Limits], Plan]:
+    return lambda problem, _: replace(plan(problem, H200), spans=count, stretches=stretches)
 
 
 def in_parts(parts: int) -> Callable[[Problem, Limits], Plan]:
@@ -81,7 +81,55 @@ def test_few_heads_are_walked_in_parts(shape: dict, parts: int) -> None:
     problem = replace(described(replace(CASE, T=1))[0], **shape)
     chosen = plan(replace(problem, N=problem.B), H200)
     assert chosen.parts == parts
-    assert chosen.spans == 1 or parts == 1
+    assert chosen.spans * chosen.stretches == 1 or parts == 1
+
+
+@pytest.mark.parametrize(
+    "shape, stretches",
+    [
+        (dict(), 2),
+        (dict(T=16384), 2),
+        (dict(T=8192), 2),
+        (dict(T=4096), 1),  # too short
+        (dict(H=16, HV=16, V=256), 2),
+        (dict(V=256), 1),  # heads enough
+        (dict(HV=64), 1),
+        (dict(HV=4, H=4), 1),  # in parts
+        (dict(K=64, V=64), 1),  # in parts
+        (dict(B=2), 1),
+        (dict(varlen=True), 1),
+        (dict(recompute=False), 1),
+    ],
+    ids=str,
+)
+def test_states_are_found_in_stretches_where_heads_are_few(shape: dict, stretches: int) -> None:
+    problem = replace(described(replace(CASE, T=1))[0], **dict(H=32, HV=32, T=32768) | shape)
+    problem = replace(problem, N=problem.B)
+    chosen = plan(problem, H200)
+    assert chosen.stretches == stretches
+    assert plan(problem, replace(H200, processors=64)).stretches == 1 or shape.get("V") == 64
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_stretches_are_walked_side_by_side(operator: str) -> None:
+    """The forward passes over one after the other; the backward over all of a span at once, from what that left."""
+    problem, x, do, dht = described(replace(CASE, operator=operator, T=600))
+    backend = CudaBackend(in_spans(2, stretches=3))
+    with recording() as forward:
+        _, _, kept = backend.forward(problem, x, training=True)
+    with recording() as backward:
+        backend.backward(problem, x, kept, do, dht)
+    starts = kept[-1]
+    assert starts.shape == (2, 3, problem.HV, problem.K, problem.V)
+    forward, backward = (
+        [launch.args for launch in all_ if launch.kernel is hopper.forward_pass] for all_ in (forward, backward)
+    )
+    assert [args["T"] for args in forward] == [128, 128, 64, 128, 128, 24]
+    begins = [starts[i, j] for i in range(2) for j in range(3)]
+    assert [args["h0"].data_ptr() for args in forward] == [t.data_ptr() for t in begins]
+    assert [args["ht"].data_ptr() for args in forward[:-1]] == [t.data_ptr() for t in begins[1:]]
+    assert [(args["T"], args["PARTS"]) for args in backward] == [(280, 3), (320, 3)]
+    assert [args["h0"].data_ptr() for args in backward] == [starts[i].data_ptr() for i in (1, 0)]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -213,7 +261,11 @@ def test_no_more_programs_than_chunks_of_key_heads(programs: int) -> None:
     assert launches[-1].name == "row_chunks" and launches[-1].grid == (min(programs, 8),)
 
 
-@pytest.mark.parametrize("planner", [on_h200, in_spans(2), in_parts(2)], ids=["whole", "spans", "parts"])
+@pytest.mark.parametrize(
+    "planner",
+    [on_h200, in_spans(2), in_spans(2, stretches=2), in_parts(2)],
+    ids=["whole", "spans", "stretches", "parts"],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_recorded_call_launches_the_same(operator: str, planner: Callable[[Problem, Limits], Plan]) -> None:
     problem, x, do, dht = described(replace(CASE, operator=operator, initial_state=False, dht=False))
@@ -250,15 +302,16 @@ def test_parts_are_launched_side_by_side(recompute: bool) -> None:
         [launch for launch in all_ if launch.kernel in walked] for all_ in (forward, backward)
     )
     assert [launch.kernel for launch in forward] == [*to_starts, hopper.forward_pass]
-    again = [*to_starts, hopper.forward_pass] if recompute else to_starts[:1]
+    again = [hopper.forward_pass] if recompute else []
     assert [launch.kernel for launch in backward] == [*again, *to_ends]
     for launch in (*forward, *backward):
         assert launch.args["PARTS"] == 8
         slices = problem.V // (16 if launch.kernel is segments.chain_parts else 64)
         parts = 1 if launch.kernel is segments.chain_parts else 8
         assert launch.grid == (problem.N * problem.HV * parts * slices,)
-    for launches in (forward, backward):
-        assert all(launches[0].args[name] is None for name in ("v", "w", "h0", "s", "u", "o"))
+    assert all(forward[0].args[name] is None for name in ("v", "w", "h0", "s", "u", "o"))
+    if recompute:
+        assert backward[0].args["h0"] is kept[-1]
     dN = backward[-3].args
     assert dN["ds"] is dN["dr"] is None and dN["dh0"] is not None
 
@@ -489,5 +542,5 @@ def test_spans_change_no_bit(operator: str, device: torch.device) -> None:
     x, do, dht = make(case)
     whole = results(case, device, x, do, dht, CudaBackend(on_h200))
     for _ in range(3):
-        found = results(case, device, x, do, dht, CudaBackend(in_spans(4)))
+        found = results(case, device, x, do, dht, CudaBackend(in_spans(2, stretches=2)))
         assert all(torch.equal(t, found[name]) for name, t in whole.items())

@@ -217,12 +217,12 @@ def test_kept_states_change_nothing(
     [dict(), dict(T=96, H=2, initial_state=False, dht=False), dict(T=40, dtype=torch.float16)],
     ids=["tail", "stateless", "half"],
 )
-def test_spans_change_no_bit(operator: str, change: dict, device: torch.device) -> None:
+def test_spans_and_stretches_change_no_bit(operator: str, change: dict, device: torch.device) -> None:
     case = replace(SMALL, operator=operator, **(dict(T=100) | change))
     x, do, dht = make(case)
     whole = results(case, device, x, do, dht)
-    for spans in (3, 50):
-        backend = CudaBackend(lambda problem, limits, n=spans: replace(plan(problem, limits), spans=n))
+    for pieces in (dict(spans=3), dict(spans=50, stretches=2), dict(stretches=4), dict(spans=2, stretches=3)):
+        backend = CudaBackend(lambda problem, limits, n=pieces: replace(plan(problem, limits), **n))
         found = results(case, device, x, do, dht, backend)
         assert all(torch.equal(t, found[name]) for name, t in whole.items())
 

@@ -26,6 +26,8 @@ CHANGES = [
     dict(HV=1, recompute=False, initial_state=False, dht=False),
     dict(algebra="conventional"),
     dict(spans=2, initial_state=False),
+    dict(spans=2, stretches=2),
+    dict(stretches=2, initial_state=False),
     dict(parts=2),
 ]
 
@@ -51,7 +53,7 @@ def planned(pieces: dict[str, int]) -> CudaBackend:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_same_bits_as_without(operator: str, change: dict, size: Case, device: torch.device) -> None:
-    pieces = {name: n for name, n in change.items() if name in ("spans", "parts")}
+    pieces = {name: n for name, n in change.items() if name in ("spans", "stretches", "parts")}
     options = dict(recompute=True, algebra="rewy")
     options |= {name: value for name, value in change.items() if name in options}
     fields = {name: value for name, value in change.items() if name not in {*pieces, *options}}

@@ -105,7 +105,7 @@ class CudaBackend:
         gated = gates.gated(problem, x, chunks, tiles.gates)
         A, Ti = pairs.scores(problem, x, gated, chunks, tiles.pairs)
         keep = training and not problem.recompute
-        if tiles.spans > 1 and training:
+        if tiles.in_pieces and training:
             assert problem.recompute
             o, ht, states = spans.outputs(problem, x, gated, A, Ti, tiles)
         elif tiles.parts > 1:
@@ -124,8 +124,10 @@ class CudaBackend:
 
         gated = gates.allocated(p, x, count)
         states = [] if p.recompute else [each(p.K, p.V), x.q.new_empty(state.digits(p), count, p.HV, C, p.V)]
-        if tiles.spans > 1:
-            states = [spans.starts_like(p, x, tiles.spans)]
+        if tiles.in_pieces:
+            states = [spans.starts_like(p, x, tiles)]
+        elif tiles.parts > 1:
+            states += segments.kept_like(p, x, tiles)
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
 
     def _backward(
@@ -137,7 +139,7 @@ class CudaBackend:
         names = gates.kept(problem)
         gated = gates.restored(x, dict(zip(names, rest, strict=False))) if names else None
         states = rest[len(names) :]
-        if tiles.spans > 1:
+        if tiles.in_pieces:
             return spans.backward(problem, x, gated, A, Ti, states[0], do, dht, tiles)
         chunks = chunks_of(problem, x)
         if gated is None:

@@ -66,7 +66,8 @@ class Plan:
     not serve. `programs`: of `hopper_chunks`, that compute the gradients of all chunks; 0 where `gradients` does.
     `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
     `parts`: of a sequence, that are walked side by side (`segments`, for K up to 128); `chain` is for their states.
-    `spans`: of a sequence, that a backward takes one after the other (module `spans`).
+    `spans`: of a sequence, that a backward takes one after the other (module `spans`); `stretches`: of a span, that its
+    pass for S and U walks side by side.
     """
 
     gates: Tiles
@@ -82,12 +83,18 @@ class Plan:
     keys_on_hopper: bool = False
     parts: int = 1
     spans: int = 1
+    stretches: int = 1
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether a training step goes by spans or stretches."""
+        return self.spans * self.stretches > 1
 
     def portable(self) -> Plan:
         """The same with every kernel in plain Triton; whether parts would pay is not known for it."""
         plain = self.sequential
         passes: dict[str, Any] = dict(outputs=plain, states=plain, reverse=plain)
-        return replace(self, **passes, programs=0, keys_on_hopper=False, parts=1)
+        return replace(self, **passes, programs=0, keys_on_hopper=False, parts=1, stretches=1)
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
@@ -142,12 +149,22 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
 _remembered = lru_cache(maxsize=256)(_chosen)
 
 
-def _spans(problem: Problem) -> int:
-    """As many as have no more than `SPAN` chunks of all heads, for a sequence alone in its batch."""
+def _in_spans(problem: Problem) -> bool:
+    """Whether module `spans` takes it: a sequence alone in its batch, whose S and U are formed again."""
     p = problem
-    if p.N > 1 or p.varlen or not p.recompute or p.algebra is not Algebra.REWY:
-        return 1
-    return triton.cdiv(chunk_count(p) * p.HV, SPAN)
+    return p.N == 1 and not p.varlen and p.recompute and p.algebra is Algebra.REWY
+
+
+def _spans(problem: Problem) -> int:
+    """As many as have no more than `SPAN` chunks of all heads."""
+    return triton.cdiv(chunk_count(problem) * problem.HV, SPAN) if _in_spans(problem) else 1
+
+
+def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
+    """Two where there are multiprocessors for both, and each is a walk of at least 64 chunks."""
+    p = problem
+    pays = 2 * p.HV * p.V // 64 <= limits.processors and chunk_count(p) >= 2 * 64 * spans
+    return 2 if _in_spans(p) and pays else 1
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
@@ -203,6 +220,7 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         plan,
         parts=parts,
         spans=1 if parts > 1 else plan.spans,
+        stretches=1 if parts > 1 else _stretches(problem, plan.spans, limits),
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),

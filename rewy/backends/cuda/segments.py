@@ -3,7 +3,8 @@
 A pass has one program for each head and slice of values, and its length is the sequence's. But what a part does to
 the state it begins with is affine, M S + N: N is its final state from none, M its final state from the identity
 without values. Two short passes give both, a third kernel chains them to the states between parts, and the
-passes proper then begin with those. The reverse pass has M^T in place of M. Nothing is approximated.
+passes proper then begin with those. The reverse pass has M^T in place of M. Nothing is approximated. The forward leaves
+M and the states between parts to the backward.
 
     S_(j+1) = M_j S_j + N_j          dS_j = M_j^T dS_(j+1) + dN_j
 
@@ -84,12 +85,20 @@ def outputs(
     tiles: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As `state.outputs`."""
+    """As `state.outputs`, and to keep in any case, the tensors of `kept_like`."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
     M = transitions(p, gated, Ti, chunks, tiles)
     ht = x.v.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
-    x = x._replace(initial_state=starts(p, x, gated, Ti, M, ht, chunks, tiles))
-    return state.outputs(p, x, gated, A, Ti, chunks, tiles.outputs, keep, ht)
+    begin = starts(p, x, gated, Ti, M, ht, chunks, tiles)
+    x = x._replace(initial_state=begin)
+    o, ht, states = state.outputs(p, x, gated, A, Ti, chunks, tiles.outputs, keep, ht)
+    return o, ht, [*states, M, begin]
+
+
+def kept_like(problem: Problem, x: Operands, tiles: Plan) -> list[Tensor]:
+    """Room for M of every part, [N·parts,HV,K,K], and the states that parts begin with, [N·parts,HV,K,V]."""
+    p = problem
+    return [x.q.new_empty(p.N * tiles.parts, p.HV, p.K, D, dtype=torch.float32) for D in (p.K, p.V)]
 
 
 def both(
@@ -98,14 +107,11 @@ def both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """S, U of `state.states` unless they were kept, and dS+, dR, dh0 of `state.reverse`, in its units."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
-    M = transitions(p, gated, Ti, chunks, tiles)
+    *states, M, begin = kept
     h0 = x.initial_state
     dh0 = None if h0 is None else h0.new_empty(h0.shape, dtype=torch.float32)
-    if kept:
-        s, u = kept
-    else:
-        x = x._replace(initial_state=starts(p, x, gated, Ti, M, None, chunks, tiles))
-        s, u = state.states(p, x, gated, Ti, chunks, tiles.states)
+    x = x._replace(initial_state=begin)
+    s, u = states or state.states(p, x, gated, Ti, chunks, tiles.states)
     x = x._replace(initial_state=None)
     dN = state.start_gradient(p, gated, A, Ti, do, chunks, tiles.reverse)
     ends = chained(p, M, dN, dht, dh0, tiles, reverse=True)
@@ -119,10 +125,9 @@ def transitions(problem: Problem, gated: Gated, Ti: Tensor, chunks: Chunks, tile
 
 
 def starts(
-    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, M: Tensor, ht: Tensor | None,
-    chunks: Chunks, tiles: Plan,
-) -> Tensor:  # fmt: skip
-    """The states that parts begin with, [N·parts,HV,K,V], and into `ht`, if there is one, the final ones."""
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, M: Tensor, ht: Tensor, chunks: Chunks, tiles: Plan
+) -> Tensor:
+    """The states that parts begin with, [N·parts,HV,K,V], and into `ht` the final ones."""
     N = state.final(problem, x._replace(initial_state=None), gated, Ti, chunks, tiles.states)
     return chained(problem, M, N, x.initial_state, ht, tiles)
 

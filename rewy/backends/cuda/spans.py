@@ -5,6 +5,9 @@ sequence is therefore cut into spans. The forward leaves the state that each beg
 from the last to the first, each from its passes to its gradients. Nothing is computed twice, and every bit is as
 without spans. What it costs is a few more launches: a second stream for the gradients would hide that, but gains
 nothing else, for passes and gradients are both bound by memory (docs/performance-log.md).
+
+The forward may leave more states than these: those of stretches of a span. The backward's pass for S and U then walks
+the stretches side by side, where the heads alone would leave multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -55,41 +58,51 @@ class Span(NamedTuple):
 
 def spans_of(problem: Problem, count: int) -> list[Span]:
     """At most `count` spans of as many chunks each, but for the last."""
-    C, T = problem.chunk_size, problem.T
-    chunks, each = _divided(problem, count)
-    firsts = range(0, chunks, each)
-    ends = [(first, min(first + each, chunks)) for first in firsts]
-    bounds = [(first * C, min(last * C, T), first, last) for first, last in ends]
-    return [Span(*b, replace(problem, T=b[1] - b[0])) for b in bounds]
+    return [span for span in _divided(problem, 0, chunk_count(problem), count) if span.first < span.last]
 
 
-def starts_like(problem: Problem, x: Operands, count: int) -> Tensor:
-    """Room for the states that all spans but the first begin with, [spans-1,1,HV,K,V]."""
-    p, (chunks, each) = problem, _divided(problem, count)
-    return x.q.new_empty(triton.cdiv(chunks, each) - 1, 1, p.HV, p.K, p.V, dtype=torch.float32)
+def stretches_of(problem: Problem, span: Span, count: int) -> list[Span]:
+    """`count` stretches of a span of the problem, as a pass divides it into parts: the last may be empty."""
+    return _divided(problem, span.first, span.last, count)
 
 
-def _divided(problem: Problem, count: int) -> tuple[int, int]:
-    """Chunks of the sequence, and of a span."""
-    chunks = chunk_count(problem)
-    return chunks, triton.cdiv(chunks, count)
+def _divided(problem: Problem, first: int, last: int, count: int) -> list[Span]:
+    C, each = problem.chunk_size, triton.cdiv(last - first, count)
+    bounds = [min(first + i * each, last) for i in range(count + 1)]
+    tokens = [min(bound * C, problem.T) for bound in bounds]
+    return [
+        Span(*tokens[i : i + 2], *bounds[i : i + 2], replace(problem, T=tokens[i + 1] - tokens[i]))
+        for i in range(count)
+    ]
+
+
+def starts_like(problem: Problem, x: Operands, tiles: Plan) -> Tensor:
+    """Room for the states that all stretches of all spans begin with, [spans,stretches,HV,K,V]."""
+    p, spans = problem, len(spans_of(problem, tiles.spans))
+    return x.q.new_empty(spans, tiles.stretches, p.HV, p.K, p.V, dtype=torch.float32)
 
 
 def outputs(
     problem: Problem, x: Operands, gated: Gated, A: Tensor, Ti: Tensor, tiles: Plan
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o [1,T,HV,V], the final state [1,HV,K,V], and to keep, the states that all spans but the first begin with."""
+    """o [1,T,HV,V], the final state [1,HV,K,V], and to keep, the states of `starts_like`."""
     p, o = problem, x.v.new_empty(x.v.shape)
     ht = x.v.new_empty(1, p.HV, p.K, p.V, dtype=torch.float32)
-    starts = starts_like(p, x, tiles.spans)
-    start = x.initial_state
-    for span, end in zip(spans_of(p, tiles.spans), [*starts, ht], strict=True):
-        y = span.operands(x, start)
+    starts = starts_like(p, x, tiles)
+    first = starts[:1, 0]
+    first.zero_() if x.initial_state is None else first.copy_(x.initial_state)
+    stretches = [
+        (stretch, starts[i : i + 1, j])
+        for i, span in enumerate(spans_of(p, tiles.spans))
+        for j, stretch in enumerate(stretches_of(p, span, tiles.stretches))
+        if stretch.first < stretch.last
+    ]
+    for (stretch, start), end in zip(stretches, [*(start for _, start in stretches[1:]), ht], strict=True):
+        y = stretch.operands(x, start)
         state.forward(
-            span.problem, y, span.gated(y, gated), span.by_chunk(A), span.by_chunk(Ti), None, None,
-            span.tokens(o), end, chunks_of(span.problem, y), tiles.outputs,
+            stretch.problem, y, stretch.gated(y, gated), stretch.by_chunk(A), stretch.by_chunk(Ti), None, None,
+            stretch.tokens(o), end, chunks_of(stretch.problem, y), tiles.outputs,
         )  # fmt: skip
-        start = end
     return o, ht, [starts]
 
 
@@ -99,13 +112,13 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients of every operand; what `gates` makes by channel (None here) is made again span by span."""
     out = gradients.buffers(problem, x, tiles)
-    spans = zip(spans_of(problem, tiles.spans), [x.initial_state, *starts], strict=True)
-    for span, start in reversed([*spans]):
-        y, p = span.operands(x, start), span.problem
+    for i, span in reversed([*enumerate(spans_of(problem, tiles.spans))]):
+        y, p = span.operands(x, starts[i]), span.problem
         chunks, d = chunks_of(p, y), span.tokens(do)
         g = gates.gated(p, y, chunks, tiles.gates) if gated is None else span.gated(y, gated)
         A_span, Ti_span = span.by_chunk(A), span.by_chunk(Ti)
-        s, u = state.states(p, y, g, Ti_span, chunks, tiles.states)
+        s, u = state.states(p, y, g, Ti_span, replace(chunks, parts=tiles.stretches), tiles.states)
+        y = y._replace(initial_state=starts[i, :1] if i > 0 else x.initial_state)
         ds, dr, dht = state.reverse(p, y, g, A_span, Ti_span, d, dht, chunks, tiles.reverse)
         gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span, tiles), chunks, tiles)
         del s, u, ds, dr, g  # the next span's take their place
