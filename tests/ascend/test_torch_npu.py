@@ -260,24 +260,32 @@ def logged(what, call):
         if line.startswith(("wait", "copy to host")):
             print(what, line, sep=": ")
 
-for lengths in (None, (65, 0, 64, 3), (3, 130)):
+def offsets(x, where):
+    if where == "host":
+        return leaves(x, "npu")._replace(cu_seqlens=x.cu_seqlens)
+    return leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens if where == "both" else None), "npu")
+
+packed = [((65, 0, 64, 3), where) for where in ("device", "both", "host")]
+for lengths, where in ((None, None), *packed, ((3, 130), "device"), ((3, 130), "both")):
     case = Case(operator, B=1, T=140, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
     x, do, dht = make(case)
-    x = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens), "npu")
-    do, dht = do.npu(), dht.npu()
+    x, do, dht = offsets(x, where), do.npu(), dht.npu()
     in_kernel = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=x.write is None)
     if x.g is not None:
         in_kernel |= dict(use_gate_in_kernel=True, A_log=torch.zeros(x.g.shape[2]).npu())
     for options in ({}, {"algebra": "conventional"}, {"disable_recompute": True}, in_kernel):
-        logged(f"{lengths} {[*options]}", lambda: computed(x, do, dht, backend="ascend", **options))
+        logged(f"{lengths} {where} {[*options]}", lambda: computed(x, do, dht, backend="ascend", **options))
     with torch.no_grad():
-        logged(f"{lengths} step", lambda: rewy.delta_attention_step(**arguments(x), backend="ascend"))
+        logged(f"{lengths} {where} step", lambda: rewy.delta_attention_step(**arguments(x), backend="ascend"))
 torch.npu.synchronize()
 """
 
 
 def waits(operator: str, folder: Path, before: str = "", **environment: str) -> list[str]:
-    """Where the host waits for the device: forward and backward in every form, decoding; dense and packed."""
+    """Where the host waits for the device: forward and backward in every form, decoding; dense and packed.
+
+    The offsets of packed sequences are on the device, on the host, or both.
+    """
     log = folder / "log"
     run = python(before + WAITS, operator, str(log), FAKE_ACL_LOG=str(log), **environment)
     assert run.returncode == 0, run.stderr
