@@ -25,7 +25,7 @@ pytest.importorskip(
     reason="torch_npu has an environment of its own: scripts/ascend_ladder.sh",
     exc_type=ImportError,
 )
-from test_torch_npu import assert_right, on_npu, python, torch_npu, waits
+from test_torch_npu import assert_right, assert_state_layouts_agree, on_npu, python, torch_npu, waits
 
 LIBRARY = os.environ.get("REWY_ASCEND_TEST_LIBRARY")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="scripts/ascend_ladder.sh builds the operators")
@@ -70,6 +70,26 @@ def test_parity(operator: str, title: str, dtype: torch.dtype, monkeypatch: pyte
     if title.startswith("five cores"):
         monkeypatch.setenv("FAKE_ACL_CORES", "5")
     assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": dtype})))
+
+
+PACKED = [title for title, case in CASES.items() if case.lengths is not None]
+
+
+@pytest.mark.parametrize("title", PACKED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_offsets_on_the_host(operator: str, title: str) -> None:
+    case = Case(**(vars(CASES[title]) | {"operator": operator, "dtype": torch.bfloat16}))
+    assert_right(case, host_offsets=True)
+
+
+@pytest.mark.parametrize("algebra", ["rewy", "conventional"])
+@pytest.mark.parametrize("lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,)], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
+    """Empty sequences first, last and between, chunks of no sequence, one sequence."""
+    T = sum(lengths) + (11 if 5 in lengths else 0)
+    case = Case(operator, B=1, T=T, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
+    assert_right(case, algebra=algebra)
 
 
 @pytest.mark.parametrize(
@@ -165,34 +185,12 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
     assert waits(operator, tmp_path, REWY_ASCEND_OPS=str(LIBRARY)) == []
 
 
-@pytest.mark.parametrize("lengths", [None, (3, 0, 67)], ids=["dense", "packed"])
+@pytest.mark.parametrize("offsets", [None, "host", "device"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_state_layouts(operator: str, lengths: tuple[int, ...] | None) -> None:
-    """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
-    x, do, dht = make(Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16))
-    assert dht is not None
-
-    def results(v_first: bool) -> list[torch.Tensor]:
-        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
-        if v_first:
-            named["initial_state"] = named["initial_state"].detach().mT.contiguous().requires_grad_()
-        o, state = rewy.delta_attention(
-            **named, output_final_state=True, backend="ascend", state_v_first=v_first
-        )
-        wanted = [t for t in named.values() if t.requires_grad]
-        given = dht.mT.contiguous() if v_first else dht
-        *gradients, dh0 = torch.autograd.grad(
-            [o, state], [*wanted, named["initial_state"]], [do.npu(), given.npu()], materialize_grads=True
-        )
-        assert state.is_contiguous() and dh0.is_contiguous()
-        gradients = [
-            t for t, leaf in zip(gradients, wanted, strict=True) if leaf is not named["initial_state"]
-        ]
-        state, dh0 = (t.mT if v_first else t for t in (state, dh0))
-        return [t.detach().cpu() for t in (o, state, dh0, *gradients)]
-
-    for keys_first, values_first in zip(results(False), results(True), strict=True):
-        assert torch.equal(keys_first, values_first)
+def test_state_layouts(operator: str, offsets: str | None) -> None:
+    lengths = None if offsets is None else (3, 0, 67)
+    case = Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16)
+    assert_state_layouts_agree(case, host_offsets=offsets == "host")
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
