@@ -371,6 +371,7 @@ def test_meta_of_the_state_passes() -> None:
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do")),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"conventional": True}),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"v_first": True}),
+        (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"by_sequence": True}),
     ):
         real, meta = op(**operands("npu")), op(**operands("meta"))
         assert [(t.shape, t.dtype, t.stride()) for t in meta] == [
@@ -434,6 +435,52 @@ def test_states_in_either_layout() -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="first, as it is or transposed, must be contiguous"):
         torch.ops.rewy_ascend.state_forward(**x | {"first": torch.zeros(4, 64, 128, device="npu")[::2]})
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_by_sequence(reverse: bool, v_first: bool) -> None:
+    """Sequences of one chunk, of none and of two, with two heads: the bits that they have by step.
+
+    A fourth chunk is no sequence's: whatever it holds, it touches nothing.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def some(chunks: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return (torch.rand(chunks, 2, *shape, generator=random) / 10).to(dtype)
+
+    names = ("minus_X", "K", "T", "A", "Q", "do") if reverse else ("X", "K", "T")
+    x = {name: some(4, 64, 128 if name == "do" else 64) for name in names}
+    x["carry"] = some(4, 64, dtype=torch.float32)
+    if not reverse:
+        x["written"] = some(4, 64, 128, dtype=torch.float32)
+    for t in x.values():
+        t[3] = float("nan")
+    first = some(3, 64, 128, dtype=torch.float32)
+
+    def ran(order: list[int], chunks: list[int], starts: list[int], **options: bool) -> list[torch.Tensor]:
+        """The states before the chunks, U or dR, the last states, by chunk and by sequence as they are in `x`."""
+        given = {name: t[chunks].flatten(0, 1).npu() for name, t in x.items()}
+        states = first[order].flatten(0, 1).npu()
+        given["first"] = states.mT.contiguous().mT if v_first else states
+        given["starts"] = torch.tensor(starts, dtype=torch.int32).npu()
+        op = torch.ops.rewy_ascend.state_reverse if reverse else torch.ops.rewy_ascend.state_forward
+        states, solved, last = (t.cpu().unflatten(0, (-1, 2)) for t in op(**given, v_first=v_first, **options)[:3])
+        return [states[torch.tensor(chunks).argsort()[:3]], solved[torch.tensor(chunks).argsort()[:3]],
+                last[torch.tensor(order).argsort()]]  # fmt: skip
+
+    by_sequence = ran([0, 1, 2], [0, 1, 2, 3], [0, 2, 2, 6], by_sequence=True)
+    by_step = ran([2, 0, 1], [1, 0, 2], [0, 4, 6])
+    for found, expected in zip(by_sequence, by_step, strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(by_sequence[2][1], first[1])
+
+
+def test_operator_refuses_heads_that_do_not_divide() -> None:
+    x = states("npu", "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device="npu")}
+    x |= {"starts": torch.tensor([0, 1, 2, 4], dtype=torch.int32, device="npu")}
+    with pytest.raises(ValueError, match="first must have as many heads of each of 3 sequences, got 2 states"):
+        torch.ops.rewy_ascend.state_forward(**x, by_sequence=True)
 
 
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
@@ -529,6 +576,24 @@ FAULTS = {
         "",
         "deadlock: waits for cross-core flag",
     ),
+    "packed, a head's chunks at another's": (
+        "state_pass.h",
+        "+ uint64_t(chunk) * heads + i_p % heads;",
+        "+ uint64_t(chunk) * heads + (i_p + 1) % heads;",
+        "'ht'",
+    ),
+    "packed, the chunks of a sequence without its last": (
+        "state_pass.h",
+        "return (starts.GetValue(n + 1) - starts.GetValue(n)) / tiling.heads;",
+        "return (starts.GetValue(n + 1) - starts.GetValue(n)) / tiling.heads - (n == 0);",
+        "'ht'",
+    ),
+    "packed, the states of another sequence": (
+        "state_pass.h",
+        "if (heads > 0) return uint64_t(starts.GetValue(i_p / heads))",
+        "if (heads > 0) return uint64_t(starts.GetValue(0))",
+        "'ht'",
+    ),
 }
 COMPUTE = """
 import torch
@@ -586,5 +651,6 @@ def test_fault_in_a_kernel_is_noticed(fault: str, tmp_path: Path) -> None:
     """As an error that says where, or as a result that is wrong; never as a hang."""
     *change, tells = FAULTS[fault]
     library = with_fault((change[0], change[1], change[2]), tmp_path)
-    run = python(COMPUTE, REWY_ASCEND_OPS=str(library), PYTHONPATH=str(gxx.HERE))
+    code = COMPUTE.replace("V=128,", "V=128, lengths=(70, 0, 65),") if fault.startswith("packed") else COMPUTE
+    run = python(code, REWY_ASCEND_OPS=str(library), PYTHONPATH=str(gxx.HERE))
     assert tells in run.stdout + run.stderr
