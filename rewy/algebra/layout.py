@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,19 +116,20 @@ class Chain:
 
 
 def _chained(offsets: Tensor, T: int, C: int) -> tuple[Tensor, Chain]:
-    """`Layout.tokens` of a chain, made on the device in 32 bits.
+    """`Layout.tokens` of a chain, made on the device in 32 bits from offsets [N+1].
 
-    Whatever the lengths are, T // C + N chunks have room for them. Empty ones change no state.
+    Whatever the lengths are, T // C + N chunks have room for them.
     """
-    N, kind = len(offsets) - 1, {"dtype": torch.int32, "device": offsets.device}
+    N, count = len(offsets) - 1, partial(torch.arange, dtype=torch.int32, device=offsets.device)
     offsets = offsets.to(torch.int32)
-    counts = (offsets[1:] - offsets[:-1] + (C - 1)) // C
-    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    chunks = torch.arange(T // C + N if N else 0, **kind)
+    lengths = offsets[1:] - offsets[:-1]
+    starts = F.pad(((lengths + (C - 1)) // C).cumsum(0, dtype=torch.int32), (1, 0))
+    chunks = count(T // C + N if N else 0)
+    # The last sequence that starts no later. A search would do with less, which not every NPU has.
     n = (starts[:-1] <= chunks[:, None]).sum(1, dtype=torch.int32) - 1
     first = offsets.index_select(0, n) + (chunks - starts.index_select(0, n)) * C
     end = offsets.index_select(0, n + 1)
-    tokens = first[:, None] + torch.arange(C, **kind)
+    tokens = first[:, None] + count(C)
     tokens = tokens.masked_fill(tokens >= end[:, None], T)
     return tokens.flatten().to(torch.int64), Chain(n.to(torch.int64), starts)
 

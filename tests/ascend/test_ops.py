@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gxx
@@ -78,8 +79,8 @@ PACKED = [title for title, case in CASES.items() if case.lengths is not None]
 @pytest.mark.parametrize("title", PACKED)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_offsets_on_the_host(operator: str, title: str) -> None:
-    case = Case(**(vars(CASES[title]) | {"operator": operator, "dtype": torch.bfloat16}))
-    assert_right(case, host_offsets=True)
+    case = replace(CASES[title], operator=operator, dtype=torch.bfloat16, host_offsets=True)
+    assert_right(case)
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
@@ -190,7 +191,7 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
 def test_state_layouts(operator: str, offsets: str | None) -> None:
     lengths = None if offsets is None else (3, 0, 67)
     case = Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16)
-    assert_state_layouts_agree(case, host_offsets=offsets == "host")
+    assert_state_layouts_agree(replace(case, host_offsets=offsets == "host"))
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
@@ -465,9 +466,10 @@ def test_rows_by_sequence(reverse: bool, v_first: bool) -> None:
         given["first"] = states.mT.contiguous().mT if v_first else states
         given["starts"] = torch.tensor(starts, dtype=torch.int32).npu()
         op = torch.ops.rewy_ascend.state_reverse if reverse else torch.ops.rewy_ascend.state_forward
-        states, solved, last = (t.cpu().unflatten(0, (-1, 2)) for t in op(**given, v_first=v_first, **options)[:3])
-        return [states[torch.tensor(chunks).argsort()[:3]], solved[torch.tensor(chunks).argsort()[:3]],
-                last[torch.tensor(order).argsort()]]  # fmt: skip
+        found = op(**given, v_first=v_first, **options)[:3]
+        states, solved, last = (t.cpu().unflatten(0, (-1, 2)) for t in found)
+        placed = torch.tensor(chunks).argsort()[:3]
+        return [states[placed], solved[placed], last[torch.tensor(order).argsort()]]
 
     by_sequence = ran([0, 1, 2], [0, 1, 2, 3], [0, 2, 2, 6], by_sequence=True)
     by_step = ran([2, 0, 1], [1, 0, 2], [0, 4, 6])
@@ -479,7 +481,7 @@ def test_rows_by_sequence(reverse: bool, v_first: bool) -> None:
 def test_operator_refuses_heads_that_do_not_divide() -> None:
     x = states("npu", "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device="npu")}
     x |= {"starts": torch.tensor([0, 1, 2, 4], dtype=torch.int32, device="npu")}
-    with pytest.raises(ValueError, match="first must have as many heads of each of 3 sequences, got 2 states"):
+    with pytest.raises(ValueError, match="as many heads of each of 3 sequences, got 2 states"):
         torch.ops.rewy_ascend.state_forward(**x, by_sequence=True)
 
 

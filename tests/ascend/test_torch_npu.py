@@ -30,11 +30,10 @@ torch_npu = pytest.importorskip(
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def on_npu(case: Case, host_offsets: bool = False, **options: object) -> dict[str, torch.Tensor]:
-    """Packed sequences with their offsets on the device, and with `host_offsets` on the host as well."""
+def on_npu(case: Case, **options: object) -> dict[str, torch.Tensor]:
     x, do, dht = make(case)
     return computed(
-        leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens if host_offsets else None), "npu"),
+        leaves(x, "npu"),
         do.npu(),
         None if dht is None else dht.npu(),
         case.scale,
@@ -115,7 +114,7 @@ def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("title", [title for title, case in QUICK.items() if case.lengths is not None])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_offsets_on_the_host(operator: str, title: str, dtype: torch.dtype) -> None:
-    assert_right(replace(QUICK[title], operator=operator, dtype=dtype), host_offsets=True)
+    assert_right(replace(QUICK[title], operator=operator, dtype=dtype, host_offsets=True))
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
@@ -126,14 +125,13 @@ def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
     assert_right(case, algebra=algebra)
 
 
-def assert_state_layouts_agree(case: Case, host_offsets: bool) -> None:
+def assert_state_layouts_agree(case: Case) -> None:
     """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
     x, do, dht = make(case)
     assert dht is not None
 
     def results(v_first: bool) -> list[torch.Tensor]:
-        on_device = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens if host_offsets else None), "npu")
-        named = {name: t for name, t in arguments(on_device).items() if t is not None}
+        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
         first, last = (t.detach().mT.contiguous() if v_first else t for t in (named["initial_state"], dht))
         named["initial_state"] = first.requires_grad_()
         o, state = rewy.delta_attention(
@@ -153,7 +151,7 @@ def assert_state_layouts_agree(case: Case, host_offsets: bool) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_state_layouts(operator: str, host_offsets: bool) -> None:
     case = Case(operator, B=1, T=140, lengths=(65, 0, 64, 3), dtype=torch.bfloat16)
-    assert_state_layouts_agree(case, host_offsets)
+    assert_state_layouts_agree(replace(case, host_offsets=host_offsets))
 
 
 @pytest.mark.parametrize("spread", [0.01, 5.0, 1000.0])
@@ -245,20 +243,20 @@ def test_checkpoint_and_module() -> None:
     assert torch.equal(torch.autograd.grad(again, x.q, do.npu())[0].cpu(), plain.cpu())
 
 
+@pytest.mark.parametrize("host_offsets", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_step_of_packed_sequences(operator: str) -> None:
+def test_step_of_packed_sequences(operator: str, host_offsets: bool) -> None:
     """In chunks when the host does not know where they begin, token by token when it does."""
-    case = Case(operator, B=1, T=6, lengths=(2, 0, 3), dtype=torch.bfloat16)
+    case = Case(operator, B=1, T=6, lengths=(2, 0, 3), dtype=torch.bfloat16, host_offsets=host_offsets)
     x, do, dht = make(case)
     expected = exact(x, do, dht)
     allowed = budgets(x, do, dht, expected)
-    for host in (None, x.cu_seqlens):
-        named = arguments(leaves(x._replace(cu_seqlens_cpu=host), "npu"))
-        with torch.no_grad():
-            o, state = rewy.delta_attention_step(**named, output_final_state=True, backend="ascend")
-        assert state is not None
-        found = errors({"o": o, "ht": state}, {name: expected[name] for name in ("o", "ht")})
-        assert all(e <= allowed[name] for name, e in found.items())
+    with torch.no_grad():
+        named = arguments(leaves(x, "npu"))
+        o, state = rewy.delta_attention_step(**named, output_final_state=True, backend="ascend")
+    assert state is not None
+    found = errors({"o": o, "ht": state}, {name: expected[name] for name in ("o", "ht")})
+    assert all(e <= allowed[name] for name, e in found.items())
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -294,9 +292,9 @@ def test_what_reaches_the_device(operator: str, offsets: str | None, tmp_path: P
         "import torch\n"
         "from rewy.testing import Case, arguments, leaves, make\n"
         "import rewy, sys\n"
-        f"case = Case({operator!r}, B=1, T=130, K=64, V=64, lengths={lengths}, dtype=torch.bfloat16)\n"
+        f"case = Case({operator!r}, B=1, T=130, K=64, V=64, lengths={lengths}, dtype=torch.bfloat16,\n"
+        f"            host_offsets={offsets == 'host'})\n"
         "x, do, _ = make(case)\n"
-        f"x = x._replace(cu_seqlens_cpu=x.cu_seqlens if {offsets == 'host'} else None)\n"
         "x, do = leaves(x, 'npu'), do.npu()\n"
         "torch.npu.synchronize()\n"
         f"open({str(log)!r}, 'w').close()\n"
