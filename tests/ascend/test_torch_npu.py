@@ -382,8 +382,11 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
         "import torch\n"
         "from rewy.backends.ascend.arithmetic import CubeArithmetic\n"
         "CubeArithmetic.of = lambda dtype: CubeArithmetic(torch.float32, dtype, torch.float32)\n",
+        "from rewy.algebra.layout import Layout\n"
+        "of = Layout.of\n"
+        "Layout.of = lambda problem, x, waits: of(problem, x)\n",
     ],
-    ids=["copy from pageable memory", "decays that are read"],
+    ids=["copy from pageable memory", "decays that are read", "offsets that are read"],
 )
 def test_a_wait_is_noticed(before: str, tmp_path: Path) -> None:
     found = waits("kda", tmp_path, before)
