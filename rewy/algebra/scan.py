@@ -10,7 +10,7 @@ from torch import Tensor
 
 class Scan(Protocol):
     def find(self, step: slice) -> Tensor:
-        """The states before the chunks of a step [steps' chunks,HV,K,V]."""
+        """The states before the chunks of a step, [chunks,HV,K,V]."""
 
     def leave(self, step: slice, states: Tensor) -> None:
         """The states after them."""

@@ -84,10 +84,10 @@ def test_offsets_on_the_host(operator: str, title: str) -> None:
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
-@pytest.mark.parametrize("lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,)], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,), ()], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
-    """Empty sequences first, last and between, chunks of no sequence, one sequence."""
+    """Empty sequences first, last and between, chunks of no sequence, one sequence, none."""
     T = sum(lengths) + (11 if 5 in lengths else 0)
     case = Case(operator, B=1, T=T, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
     assert_right(case, algebra=algebra)
