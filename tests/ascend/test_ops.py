@@ -84,7 +84,9 @@ def test_offsets_on_the_host(operator: str, title: str) -> None:
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
-@pytest.mark.parametrize("lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,), ()], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,), ()], ids=str
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
     """Empty sequences first, last and between, chunks of no sequence, one sequence, none."""

@@ -118,7 +118,9 @@ def test_offsets_on_the_host(operator: str, title: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
-@pytest.mark.parametrize("lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 130, 7, 60), (1, 1), (211,), ()], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 130, 7, 60), (1, 1), (211,), ()], ids=str
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
     case = Case(operator, B=1, T=211, H=1, HV=2, lengths=lengths, dtype=torch.float32)
