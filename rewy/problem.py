@@ -266,6 +266,9 @@ def gather(
     _check_gates(beta=beta, g=g, erase=erase, write=write)
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and q.device.type != "cpu":
         cu_seqlens_cpu = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        if q.device.type == "npu" and not torch.compiler.is_compiling():
+            # From pageable memory the copy would wait for all that an NPU has to do yet.
+            cu_seqlens = cu_seqlens.pin_memory()
         cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
     own = beta if erase is None else erase
     assert own is not None

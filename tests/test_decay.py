@@ -71,7 +71,7 @@ def test_halves_need_no_look_at_the_decays(operator, gate, chunk_size, monkeypat
     """The pairs of devices whose values the host does not read."""
 
     def unread(decay, arithmetic, G):
-        return pairs.pairs(decay, replace(arithmetic, reads_decays=False), G)
+        return pairs.pairs(decay, replace(arithmetic, waits=False), G)
 
     monkeypatch.setattr(chunked, "pairs", unread)
     case = Case(operator, T=100, gate=gate, chunk_size=chunk_size)

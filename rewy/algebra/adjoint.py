@@ -37,17 +37,16 @@ def reverse_pass(
     do = c.layout.stack(do, c.arithmetic.work)
     p = c.problem
     if dht is None:
-        state = do.new_zeros(p.N, p.HV, p.K, p.V)
+        last = do.new_zeros(p.N, p.HV, p.K, p.V)
     else:
-        state = c.layout.sort(dht.to(c.arithmetic.work)).clone()
+        last = c.layout.sort(dht.to(c.arithmetic.work)).clone()
     dU, dS = mm(A.mT, do), mm(c.Q.mT, do)
-    after = torch.empty_like(dS)
+    after, scan = torch.empty_like(dS), c.layout.scan_back(last)
     for i in reversed(c.layout.steps):
-        active = i.stop - i.start
-        after[i] = state[:active]
+        after[i] = scan.find(i)
         through = through_wy(i, dU[i] + mm(K[i], after[i]))
-        state[:active] = carry[i] * after[i] + dS[i] - through
-    return Reverse(do, after, c.layout.unsort(state))
+        scan.leave(i, carry[i] * after[i] + dS[i] - through)
+    return Reverse(do, after, c.layout.unsort(scan.last()))
 
 
 def gradients(

@@ -22,8 +22,9 @@ class Arithmetic:
     """Cumulative log decays. A chunk of strong decays sums to thousands, and what counts are differences between
     neighbours: in fp32 they would keep three digits."""
 
-    reads_decays: bool = True
-    """Whether the host may read decays from the device, and wait for it, to choose the cheapest products."""
+    waits: bool = True
+    """Whether the host may wait for the device: to read decays, for the cheapest products, and the offsets of packed
+    sequences, for the fewest steps."""
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Arithmetic:

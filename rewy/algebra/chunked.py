@@ -43,7 +43,7 @@ class Chunks:
 
     @classmethod
     def of(cls, problem: Problem, x: Operands, arithmetic: Arithmetic) -> Chunks:
-        layout = Layout.of(problem, x)
+        layout = Layout.of(problem, x, arithmetic.waits)
 
         def stack(t: Tensor, dtype: torch.dtype = arithmetic.work) -> Tensor:
             chunks = layout.stack(t, dtype)
@@ -125,19 +125,16 @@ def state_pass(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The scan over chunks: states before each chunk S [M,HV,K,V], U = solve(step, S) [M,HV,C,V], final states."""
     mm, K, carry = c.arithmetic.mm, c.K, c.whole.mT
-    states, solved, state, finals = [], [], initial, []
+    states, solved, scan = [], [], c.layout.scan(initial)
     for i in c.layout.steps:
-        active = i.stop - i.start
-        finals.append(state[active:])  # these sequences have ended
-        state = state[:active]
-        U = solve(i, state)
-        states.append(state)
+        S = scan.find(i)
+        U = solve(i, S)
+        states.append(S)
         solved.append(U)
-        state = carry[i] * state + mm(K[i].mT, U)
-    finals.append(state)
-    final = c.layout.unsort(torch.cat(finals[::-1]))
+        scan.leave(i, carry[i] * S + mm(K[i].mT, U))
+    final = c.layout.unsort(scan.last())
     if not states:
-        return state.new_zeros(0, *state.shape[1:]), c.v.new_zeros(c.v.shape), final
+        return final.new_zeros(0, *final.shape[1:]), c.v.new_zeros(c.v.shape), final
     return torch.cat(states), torch.cat(solved), final
 
 

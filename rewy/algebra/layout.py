@@ -3,16 +3,22 @@
 Chunks are stacked step-major: first the first chunk of every sequence, then the second of those that have
 one, and so on, longest sequences first. Step i of the scan over chunks is then one contiguous slice whose rows
 are the first states of the (sorted) stack of states.
+
+That takes lengths on the host. Packed sequences whose offsets are on a device, for which the host is not to wait, form
+a chain: they are stacked one after the other, a step for each chunk, and which sequence that is the device knows.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from rewy.algebra.scan import Beginning, Chained, Ending, Scan
 from rewy.problem import Operands, Problem
 
 
@@ -29,13 +35,20 @@ class Layout:
     B: int
     T: int
     C: int
+    chain: Chain | None = None
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands) -> Layout:
+    def of(cls, problem: Problem, x: Operands, waits: bool = True) -> Layout:
+        """The layout of a problem; without `waits` no offset is read from a device."""
         B, T, C = problem.B, problem.T, problem.chunk_size
         if x.cu_seqlens is None:
             steps = [slice(i * B, (i + 1) * B) for i in range(-(-T // C))]
             return cls(steps, tokens=None, order=None, B=B, T=T, C=C)
+
+        if x.cu_seqlens_cpu is None and not waits:
+            tokens, chain = _chained(x.cu_seqlens, T, C)
+            steps = [slice(i, i + 1) for i in range(len(chain.sequences))]
+            return cls(steps, tokens, order=None, B=B, T=T, C=C, chain=chain)
 
         offsets = (x.cu_seqlens if x.cu_seqlens_cpu is None else x.cu_seqlens_cpu).tolist()
         lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
@@ -82,6 +95,43 @@ class Layout:
     def unsort(self, states: Tensor) -> Tensor:
         """The inverse of `sort`."""
         return states if self.order is None else torch.empty_like(states).index_copy(0, self.order, states)
+
+    def scan(self, states: Tensor) -> Scan:
+        """Of a pass over the steps that starts with these sorted states."""
+        return Ending(states) if self.chain is None else Chained(states.clone(), self.chain.sequences)
+
+    def scan_back(self, states: Tensor) -> Scan:
+        """Of a pass from the last step to the first, which overwrites them."""
+        return Beginning(states) if self.chain is None else Chained(states, self.chain.sequences)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """N packed sequences one after the other, as the device knows them."""
+
+    sequences: Tensor
+    """[M] int64, the sequence of each chunk. Those past the last one hold no token of the last sequence."""
+    starts: Tensor
+    """[N+1] int32, the first chunk of each sequence, and their number."""
+
+
+def _chained(offsets: Tensor, T: int, C: int) -> tuple[Tensor, Chain]:
+    """`Layout.tokens` of a chain, made on the device in 32 bits from offsets [N+1].
+
+    Whatever the lengths are, T // C + N chunks have room for them.
+    """
+    N, count = len(offsets) - 1, partial(torch.arange, dtype=torch.int32, device=offsets.device)
+    offsets = offsets.to(torch.int32)
+    lengths = offsets[1:] - offsets[:-1]
+    starts = F.pad(((lengths + (C - 1)) // C).cumsum(0, dtype=torch.int32), (1, 0))
+    chunks = count(T // C + N if N else 0)
+    # The last sequence that starts no later. A search would do with less, which not every NPU has.
+    n = (starts[:-1] <= chunks[:, None]).sum(1, dtype=torch.int32) - 1
+    first = offsets.index_select(0, n) + (chunks - starts.index_select(0, n)) * C
+    end = offsets.index_select(0, n + 1)
+    tokens = first[:, None] + count(C)
+    tokens = tokens.masked_fill(tokens >= end[:, None], T)
+    return tokens.flatten().to(torch.int64), Chain(n.to(torch.int64), starts)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

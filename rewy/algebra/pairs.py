@@ -39,7 +39,7 @@ def pairs(decay: Gate, arithmetic: Arithmetic, G: Tensor) -> Pairs:
     """The pair stage for in-chunk cumulative decays G [..,C,1] or [..,C,K]."""
     if decay is not Gate.CHANNEL:
         return WeightedPairs(arithmetic, G)
-    if not arithmetic.reads_decays:
+    if not arithmetic.waits:
         return HalvedPairs(arithmetic, G)
     return CentredPairs(arithmetic, G, centred_block(G.detach(), arithmetic.span))
 

@@ -14,7 +14,8 @@ from rewy.problem import OPERATORS, Gate, Operands
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one shape. `lengths` packs sequences into one row of T tokens and may end before T.
+    """One operator at one shape. `lengths` packs sequences into one row of T tokens and may end before T; where
+    they begin is given on the device, with `host_offsets` on the host too.
 
     `gate` names a distribution of log decays:
 
@@ -43,6 +44,7 @@ class Case:
     dht: bool = True
     scale: float | None = None
     chunk_size: int = 64
+    host_offsets: bool = False
     seed: int = 0
 
     @property
@@ -56,6 +58,8 @@ class Case:
         parts = [self.operator, shape, self.gate, str(self.dtype).removeprefix("torch.")]
         if self.lengths is not None:
             parts.append("packed-" + "-".join(map(str, self.lengths)))
+        if self.host_offsets:
+            parts.append("host-offsets")
         if not self.initial_state:
             parts.append("no-state")
         if not self.dht:
@@ -96,6 +100,7 @@ def make(case: Case) -> tuple[Operands, Tensor, Tensor | None]:
         write=None if write is None else write.to(case.dtype),
         initial_state=state.to(work) if case.initial_state else None,
         cu_seqlens=offsets,
+        cu_seqlens_cpu=offsets if case.host_offsets else None,
     )
     return x, do.to(case.dtype), dht.to(work) if case.dht else None
 

@@ -27,6 +27,9 @@ QUICK = {
 WIDE = {
     "heads of 64 and 128, a tail": Case("", B=1, T=150, H=1, HV=2, K=64, V=128),
     "heads of 128, packed, rows past the end": Case("", B=1, T=140, K=128, V=128, lengths=(65, 0, 64, 3)),
+    "heads of 128, packed, offsets on the host": Case(
+        "", B=1, T=140, K=128, V=128, lengths=(65, 0, 64, 3), host_offsets=True
+    ),
     "heads of 64, hard resets": Case("", B=1, T=100, K=64, V=64, gate="GX1000"),
     "heads of 256": Case("", B=1, T=70, H=1, HV=1, K=256, V=256),
 }

@@ -67,6 +67,8 @@ NEEDED = {
     "state_forward_v_first": [*FORWARD, "S_V(0)"],
     "state_reverse": REVERSE,
     "state_reverse_conventional": REVERSE,
+    "state_forward_by_sequence": FORWARD,
+    "state_reverse_by_sequence": REVERSE,
 }
 REPORTED = ("with no wait between", "that nothing has written")
 

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gxx
@@ -25,7 +26,7 @@ pytest.importorskip(
     reason="torch_npu has an environment of its own: scripts/ascend_ladder.sh",
     exc_type=ImportError,
 )
-from test_torch_npu import assert_right, on_npu, python, torch_npu, waits
+from test_torch_npu import assert_right, assert_state_layouts_agree, on_npu, python, torch_npu, waits
 
 LIBRARY = os.environ.get("REWY_ASCEND_TEST_LIBRARY")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="scripts/ascend_ladder.sh builds the operators")
@@ -70,6 +71,28 @@ def test_parity(operator: str, title: str, dtype: torch.dtype, monkeypatch: pyte
     if title.startswith("five cores"):
         monkeypatch.setenv("FAKE_ACL_CORES", "5")
     assert_right(Case(**(vars(CASES[title]) | {"operator": operator, "dtype": dtype})))
+
+
+PACKED = [title for title, case in CASES.items() if case.lengths is not None]
+
+
+@pytest.mark.parametrize("title", PACKED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_offsets_on_the_host(operator: str, title: str) -> None:
+    case = replace(CASES[title], operator=operator, dtype=torch.bfloat16, host_offsets=True)
+    assert_right(case)
+
+
+@pytest.mark.parametrize("algebra", ["rewy", "conventional"])
+@pytest.mark.parametrize(
+    "lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 70, 1, 60), (1, 1), (100,), ()], ids=str
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
+    """Empty sequences first, last and between, chunks of no sequence, one sequence, none."""
+    T = sum(lengths) + (11 if 5 in lengths else 0)
+    case = Case(operator, B=1, T=T, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
+    assert_right(case, algebra=algebra)
 
 
 @pytest.mark.parametrize(
@@ -165,34 +188,12 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
     assert waits(operator, tmp_path, REWY_ASCEND_OPS=str(LIBRARY)) == []
 
 
-@pytest.mark.parametrize("lengths", [None, (3, 0, 67)], ids=["dense", "packed"])
+@pytest.mark.parametrize("offsets", [None, "host", "device"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_state_layouts(operator: str, lengths: tuple[int, ...] | None) -> None:
-    """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
-    x, do, dht = make(Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16))
-    assert dht is not None
-
-    def results(v_first: bool) -> list[torch.Tensor]:
-        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
-        if v_first:
-            named["initial_state"] = named["initial_state"].detach().mT.contiguous().requires_grad_()
-        o, state = rewy.delta_attention(
-            **named, output_final_state=True, backend="ascend", state_v_first=v_first
-        )
-        wanted = [t for t in named.values() if t.requires_grad]
-        given = dht.mT.contiguous() if v_first else dht
-        *gradients, dh0 = torch.autograd.grad(
-            [o, state], [*wanted, named["initial_state"]], [do.npu(), given.npu()], materialize_grads=True
-        )
-        assert state.is_contiguous() and dh0.is_contiguous()
-        gradients = [
-            t for t, leaf in zip(gradients, wanted, strict=True) if leaf is not named["initial_state"]
-        ]
-        state, dh0 = (t.mT if v_first else t for t in (state, dh0))
-        return [t.detach().cpu() for t in (o, state, dh0, *gradients)]
-
-    for keys_first, values_first in zip(results(False), results(True), strict=True):
-        assert torch.equal(keys_first, values_first)
+def test_state_layouts(operator: str, offsets: str | None) -> None:
+    lengths = None if offsets is None else (3, 0, 67)
+    case = Case(operator, B=1, T=70, K=64, V=128, lengths=lengths, dtype=torch.bfloat16)
+    assert_state_layouts_agree(replace(case, host_offsets=offsets == "host"))
 
 
 @pytest.mark.parametrize("algebra", ["rewy", "conventional"])
@@ -373,6 +374,7 @@ def test_meta_of_the_state_passes() -> None:
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do")),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"conventional": True}),
         (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"v_first": True}),
+        (reverse, lambda d: states(d, "minus_X", "K", "T", "A", "Q", "do") | {"by_sequence": True}),
     ):
         real, meta = op(**operands("npu")), op(**operands("meta"))
         assert [(t.shape, t.dtype, t.stride()) for t in meta] == [
@@ -436,6 +438,53 @@ def test_states_in_either_layout() -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="first, as it is or transposed, must be contiguous"):
         torch.ops.rewy_ascend.state_forward(**x | {"first": torch.zeros(4, 64, 128, device="npu")[::2]})
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_by_sequence(reverse: bool, v_first: bool) -> None:
+    """Sequences of one chunk, of none and of two, with two heads: the bits that they have by step.
+
+    A fourth chunk is no sequence's: whatever it holds, it touches nothing.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def some(chunks: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return (torch.rand(chunks, 2, *shape, generator=random) / 10).to(dtype)
+
+    names = ("minus_X", "K", "T", "A", "Q", "do") if reverse else ("X", "K", "T")
+    x = {name: some(4, 64, 128 if name == "do" else 64) for name in names}
+    x["carry"] = some(4, 64, dtype=torch.float32)
+    if not reverse:
+        x["written"] = some(4, 64, 128, dtype=torch.float32)
+    for t in x.values():
+        t[3] = float("nan")
+    first = some(3, 64, 128, dtype=torch.float32)
+
+    def ran(order: list[int], chunks: list[int], starts: list[int], **options: bool) -> list[torch.Tensor]:
+        """The states before the chunks, U or dR, the last states, by chunk and by sequence as they are in `x`."""
+        given = {name: t[chunks].flatten(0, 1).npu() for name, t in x.items()}
+        states = first[order].flatten(0, 1).npu()
+        given["first"] = states.mT.contiguous().mT if v_first else states
+        given["starts"] = torch.tensor(starts, dtype=torch.int32).npu()
+        op = torch.ops.rewy_ascend.state_reverse if reverse else torch.ops.rewy_ascend.state_forward
+        found = op(**given, v_first=v_first, **options)[:3]
+        states, solved, last = (t.cpu().unflatten(0, (-1, 2)) for t in found)
+        placed = torch.tensor(chunks).argsort()[:3]
+        return [states[placed], solved[placed], last[torch.tensor(order).argsort()]]
+
+    by_sequence = ran([0, 1, 2], [0, 1, 2, 3], [0, 2, 2, 6], by_sequence=True)
+    by_step = ran([2, 0, 1], [1, 0, 2], [0, 4, 6])
+    for found, expected in zip(by_sequence, by_step, strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(by_sequence[2][1], first[1])
+
+
+def test_operator_refuses_heads_that_do_not_divide() -> None:
+    x = states("npu", "X", "K", "T") | {"written": torch.zeros(4, 64, 128, device="npu")}
+    x |= {"starts": torch.tensor([0, 1, 2, 4], dtype=torch.int32, device="npu")}
+    with pytest.raises(ValueError, match="as many heads of each of 3 sequences, got 2 states"):
+        torch.ops.rewy_ascend.state_forward(**x, by_sequence=True)
 
 
 def per_channel(device: str) -> dict[str, torch.Tensor | float | None]:
@@ -531,6 +580,24 @@ FAULTS = {
         "",
         "deadlock: waits for cross-core flag",
     ),
+    "packed, a head's chunks at another's": (
+        "state_pass.h",
+        "+ uint64_t(chunk) * heads + i_p % heads;",
+        "+ uint64_t(chunk) * heads + (i_p + 1) % heads;",
+        "'ht'",
+    ),
+    "packed, the chunks of a sequence without its last": (
+        "state_pass.h",
+        "return (starts.GetValue(n + 1) - starts.GetValue(n)) / tiling.heads;",
+        "return (starts.GetValue(n + 1) - starts.GetValue(n)) / tiling.heads - (n == 0);",
+        "'ht'",
+    ),
+    "packed, the states of another sequence": (
+        "state_pass.h",
+        "if (heads > 0) return uint64_t(starts.GetValue(i_p / heads))",
+        "if (heads > 0) return uint64_t(starts.GetValue(0))",
+        "'ht'",
+    ),
 }
 COMPUTE = """
 import torch
@@ -588,5 +655,6 @@ def test_fault_in_a_kernel_is_noticed(fault: str, tmp_path: Path) -> None:
     """As an error that says where, or as a result that is wrong; never as a hang."""
     *change, tells = FAULTS[fault]
     library = with_fault((change[0], change[1], change[2]), tmp_path)
-    run = python(COMPUTE, REWY_ASCEND_OPS=str(library), PYTHONPATH=str(gxx.HERE))
+    code = COMPUTE.replace("V=128,", "V=128, lengths=(70, 0, 65),") if fault.startswith("packed") else COMPUTE
+    run = python(code, REWY_ASCEND_OPS=str(library), PYTHONPATH=str(gxx.HERE))
     assert tells in run.stdout + run.stderr

@@ -51,9 +51,13 @@ def assert_right(case: Case, **options: object) -> None:
     assert not {name: (e, allowed[name]) for name, e in found.items() if not e <= allowed[name]}
 
 
+# torch_npu's threads do not always end in time when an interpreter does.
+LEAVE = "\nimport os, sys\nsys.stdout.flush()\nsys.stderr.flush()\nos._exit(0)\n"
+
+
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code + LEAVE, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -104,6 +108,52 @@ PARITY = [(operator, title, dtype) for operator in OPERATORS for title in QUICK 
 def test_parity(operator: str, title: str, dtype: torch.dtype) -> None:
     """Every case of `rewy verify` in every dtype."""
     assert_right(replace(QUICK[title], operator=operator, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("title", [title for title, case in QUICK.items() if case.lengths is not None])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_offsets_on_the_host(operator: str, title: str, dtype: torch.dtype) -> None:
+    assert_right(replace(QUICK[title], operator=operator, dtype=dtype, host_offsets=True))
+
+
+@pytest.mark.parametrize("algebra", ["rewy", "conventional"])
+@pytest.mark.parametrize(
+    "lengths", [(0, 64, 0, 0, 36), (130, 0), (5, 130, 7, 60), (1, 1), (211,), ()], ids=str
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_packs(operator: str, lengths: tuple[int, ...], algebra: str) -> None:
+    case = Case(operator, B=1, T=211, H=1, HV=2, lengths=lengths, dtype=torch.float32)
+    assert_right(case, algebra=algebra)
+
+
+def assert_state_layouts_agree(case: Case) -> None:
+    """States as [V,K] are states as [K,V] transposed, bit for bit, and so are their gradients."""
+    x, do, dht = make(case)
+    assert dht is not None
+
+    def results(v_first: bool) -> list[torch.Tensor]:
+        named = {name: t for name, t in arguments(leaves(x, "npu")).items() if t is not None}
+        first, last = (t.detach().mT.contiguous() if v_first else t for t in (named["initial_state"], dht))
+        named["initial_state"] = first.requires_grad_()
+        o, state = rewy.delta_attention(
+            **named, output_final_state=True, backend="ascend", state_v_first=v_first
+        )
+        wanted = [t for name, t in named.items() if t.requires_grad and name != "initial_state"]
+        *gradients, dh0 = torch.autograd.grad([o, state], [*wanted, first], [do.npu(), last.npu()])
+        assert state.is_contiguous() and dh0.is_contiguous()
+        state, dh0 = (t.mT if v_first else t for t in (state, dh0))
+        return [t.detach().cpu() for t in (o, state, dh0, *gradients)]
+
+    for keys_first, values_first in zip(results(False), results(True), strict=True):
+        assert torch.equal(keys_first, values_first)
+
+
+@pytest.mark.parametrize("host_offsets", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_state_layouts(operator: str, host_offsets: bool) -> None:
+    case = Case(operator, B=1, T=140, lengths=(65, 0, 64, 3), dtype=torch.bfloat16)
+    assert_state_layouts_agree(replace(case, host_offsets=host_offsets))
 
 
 @pytest.mark.parametrize("spread", [0.01, 5.0, 1000.0])
@@ -195,6 +245,22 @@ def test_checkpoint_and_module() -> None:
     assert torch.equal(torch.autograd.grad(again, x.q, do.npu())[0].cpu(), plain.cpu())
 
 
+@pytest.mark.parametrize("host_offsets", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_step_of_packed_sequences(operator: str, host_offsets: bool) -> None:
+    """In chunks when the host does not know where they begin, token by token when it does."""
+    case = Case(operator, B=1, T=6, lengths=(2, 0, 3), dtype=torch.bfloat16, host_offsets=host_offsets)
+    x, do, dht = make(case)
+    expected = exact(x, do, dht)
+    allowed = budgets(x, do, dht, expected)
+    with torch.no_grad():
+        named = arguments(leaves(x, "npu"))
+        o, state = rewy.delta_attention_step(**named, output_final_state=True, backend="ascend")
+    assert state is not None
+    found = errors({"o": o, "ht": state}, {name: expected[name] for name in ("o", "ht")})
+    assert all(e <= allowed[name] for name, e in found.items())
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_step(operator: str) -> None:
     x, _, _ = make(Case(operator, T=1, dtype=torch.bfloat16))
@@ -212,18 +278,26 @@ def test_refusals() -> None:
         rewy.delta_attention(**arguments(leaves(x, "npu")), algebra="autograd", backend="ascend")
 
 
-@pytest.mark.parametrize("lengths", [None, (3, 127)], ids=["dense", "packed"])
+INDEXED = {"aclnnIndexSelect", "aclnnIndexCopy", "aclnnIndex"}
+
+
+@pytest.mark.parametrize("offsets", [None, "host", "device"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_reaches_the_device(operator: str, lengths: tuple[int, ...] | None, tmp_path: Path) -> None:
-    """Products of 16-bit operands with fp32 results; integers that name rows, and no arithmetic on them."""
+def test_what_reaches_the_device(operator: str, offsets: str | None, tmp_path: Path) -> None:
+    """Products of 16-bit operands with fp32 results; integers that name rows, and no arithmetic on them.
+
+    Where the offsets of packed sequences are on the device alone there is some, in 32 bits.
+    """
+    lengths = None if offsets is None else (3, 127)
     log = tmp_path / "log"
     run = python(
         "import torch\n"
         "from rewy.testing import Case, arguments, leaves, make\n"
         "import rewy, sys\n"
-        f"case = Case({operator!r}, B=1, T=130, K=64, V=64, lengths={lengths}, dtype=torch.bfloat16)\n"
+        f"case = Case({operator!r}, B=1, T=130, K=64, V=64, lengths={lengths}, dtype=torch.bfloat16,\n"
+        f"            host_offsets={offsets == 'host'})\n"
         "x, do, _ = make(case)\n"
-        "x, do = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens), 'npu'), do.npu()\n"
+        "x, do = leaves(x, 'npu'), do.npu()\n"
         "torch.npu.synchronize()\n"
         f"open({str(log)!r}, 'w').close()\n"
         "o, _ = rewy.delta_attention(**arguments(x), backend='ascend')\n"
@@ -235,8 +309,14 @@ def test_what_reaches_the_device(operator: str, lengths: tuple[int, ...] | None,
     assert run.returncode == 0, run.stderr
     lines = log.read_text().splitlines()
     assert not [line for line in lines if "Double" in line]
-    on_integers = {line.split()[0] for line in lines if "Long" in line or "Int[" in line}
-    assert on_integers <= ({"aclnnIndexSelect", "aclnnIndexCopy", "aclnnIndex"} if lengths else set())
+    in_32_bits, in_64_bits = (
+        {line.split()[0] for line in lines if f" {kind}[" in line} for kind in ("Int", "Long")
+    )
+    if offsets == "device":
+        assert in_64_bits <= INDEXED | {"aclnnInplaceIndexCopy", "aclnnInplaceCopy"}
+        assert "aclnnFloorDivides" in in_32_bits
+    else:
+        assert in_32_bits | in_64_bits <= (INDEXED if lengths else set())
     products = [re.findall(r"(\w+)\[", line) for line in lines if line.startswith("aclnnBatchMatMul")]
     assert products and all(types == ["BFloat16", "BFloat16", "Float"] for types in products)
     # What remains in fp32 is the inverse of each chunk's unit triangle, in blocks of at most 32.
@@ -260,24 +340,32 @@ def logged(what, call):
         if line.startswith(("wait", "copy to host")):
             print(what, line, sep=": ")
 
-for lengths in (None, (65, 0, 64, 3), (3, 130)):
+def offsets(x, where):
+    if where == "host":
+        return leaves(x, "npu")._replace(cu_seqlens=x.cu_seqlens)
+    return leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens if where == "both" else None), "npu")
+
+packed = [((65, 0, 64, 3), where) for where in ("device", "both", "host")]
+for lengths, where in ((None, None), *packed, ((3, 130), "device"), ((3, 130), "both")):
     case = Case(operator, B=1, T=140, H=1, HV=2, K=64, V=64, lengths=lengths, dtype=torch.bfloat16)
     x, do, dht = make(case)
-    x = leaves(x._replace(cu_seqlens_cpu=x.cu_seqlens), "npu")
-    do, dht = do.npu(), dht.npu()
+    x, do, dht = offsets(x, where), do.npu(), dht.npu()
     in_kernel = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=x.write is None)
     if x.g is not None:
         in_kernel |= dict(use_gate_in_kernel=True, A_log=torch.zeros(x.g.shape[2]).npu())
     for options in ({}, {"algebra": "conventional"}, {"disable_recompute": True}, in_kernel):
-        logged(f"{lengths} {[*options]}", lambda: computed(x, do, dht, backend="ascend", **options))
+        logged(f"{lengths} {where} {[*options]}", lambda: computed(x, do, dht, backend="ascend", **options))
     with torch.no_grad():
-        logged(f"{lengths} step", lambda: rewy.delta_attention_step(**arguments(x), backend="ascend"))
+        logged(f"{lengths} {where} step", lambda: rewy.delta_attention_step(**arguments(x), backend="ascend"))
 torch.npu.synchronize()
 """
 
 
 def waits(operator: str, folder: Path, before: str = "", **environment: str) -> list[str]:
-    """Where the host waits for the device: forward and backward in every form, decoding; dense and packed."""
+    """Where the host waits for the device: forward and backward in every form, decoding; dense and packed.
+
+    The offsets of packed sequences are on the device, on the host, or both.
+    """
     log = folder / "log"
     run = python(before + WAITS, operator, str(log), FAKE_ACL_LOG=str(log), **environment)
     assert run.returncode == 0, run.stderr
@@ -296,8 +384,11 @@ def test_the_host_waits_for_nothing(operator: str, tmp_path: Path) -> None:
         "import torch\n"
         "from rewy.backends.ascend.arithmetic import CubeArithmetic\n"
         "CubeArithmetic.of = lambda dtype: CubeArithmetic(torch.float32, dtype, torch.float32)\n",
+        "from rewy.algebra.layout import Layout\n"
+        "of = Layout.of\n"
+        "Layout.of = lambda problem, x, waits: of(problem, x)\n",
     ],
-    ids=["copy from pageable memory", "decays that are read"],
+    ids=["copy from pageable memory", "decays that are read", "offsets that are read"],
 )
 def test_a_wait_is_noticed(before: str, tmp_path: Path) -> None:
     found = waits("kda", tmp_path, before)

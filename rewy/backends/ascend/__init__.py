@@ -52,6 +52,13 @@ class Ascend(AlgebraBackend):
         backward = fused.backward if _fits(problem) else BACKWARDS[problem.algebra]
         return backward(problem, underflowing(x), kept, do, dht, self.arithmetic(problem))
 
+    def step(self, problem: Problem, x: Operands) -> tuple[Tensor, Tensor]:
+        """Token by token; packed sequences whose lengths the host does not know in chunks, for it is not to wait."""
+        if x.cu_seqlens is None or x.cu_seqlens_cpu is not None:
+            return super().step(problem, x)
+        o, final_state, _ = chunked.forward(problem, underflowing(x), self.arithmetic(problem))
+        return o, final_state
+
 
 def _fits(problem: Problem) -> bool:
     """Whether the custom operators compute it; why not is logged once, unless they were not to."""

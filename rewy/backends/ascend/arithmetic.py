@@ -19,7 +19,7 @@ class CubeArithmetic(Arithmetic):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> CubeArithmetic:
-        return cls(work=torch.float32, operand=dtype, log=torch.float32, reads_decays=False)
+        return cls(work=torch.float32, operand=dtype, log=torch.float32, waits=False)
 
     def cumulative(self, g: Tensor) -> Tensor:
         """Between fp32 operands in two parts [2,..,C,D], which keep what one fp32 sum would round off.

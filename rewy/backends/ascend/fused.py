@@ -1,7 +1,9 @@
 """The algebra's forward and backwards by custom operators: both state passes, and the gradient of the chunks.
 
 Stacks [M,HV,...] go to the operators as [M·HV,...]. The layout is step-major, longest sequences first, so chunk i of
-the s-th sequence of heads is then row starts[i] + s.
+the s-th sequence of heads is then row starts[i] + s. In a chain chunk i of head h of sequence n is row
+starts[n] + i·HV + h: sequences run side by side there too. What the operators leave in chunks of no sequence is
+undefined, and goes nowhere.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def _states(c: Chunks, x: Operands, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`state_pass`: the states before each chunk, U, the final states."""
     operands = _flat(c, c.X), _flat(c, c.K), _flat(c, T), _flat(c, c.written, torch.float32), _carry(c)
     results = torch.ops.rewy_ascend.state_forward(
-        *operands, _first(c.initial(x)), _starts(c), v_first=c.problem.state_v_first
+        *operands, _first(c.initial(x)), _starts(c), v_first=c.problem.state_v_first, **_order(c)
     )
     S, U, final = _stacked(c, *results)
     return S, U, c.layout.unsort(final)
@@ -76,6 +78,7 @@ def _reverse(
         _starts(c),
         v_first=p.state_v_first,
         conventional=through is not None,
+        **_order(c),
     )
     dS, dR, initial, dU = _stacked(c, *results)
     return Reverse(do, dS, c.layout.unsort(initial)), dR, dU
@@ -165,7 +168,13 @@ def _first(states: Tensor) -> Tensor:
     return states if states.mT.is_contiguous() else states.contiguous()
 
 
+def _order(c: Chunks) -> dict[str, bool]:
+    return {"by_sequence": c.layout.chain is not None}
+
+
 def _starts(c: Chunks) -> Tensor:
-    """[steps+1]: the row that each step of the scan starts at, and the end."""
+    """[steps+1]: the row that each step of the scan starts at, or in a chain each sequence, and the end."""
+    if c.layout.chain is not None:
+        return c.layout.chain.starts * c.problem.HV
     ends = [i.stop * c.problem.HV for i in c.layout.steps]
     return sent(torch.tensor([0, *ends], dtype=torch.int32), c.k.device)

@@ -66,18 +66,20 @@ void modelled(bool conventional, bool gram = false)
 }
 
 template <int TILE = 64>
-void state_pass(bool reverse, bool conventional = false, bool v_first = false, int K = 128)
+void state_pass(bool reverse, bool conventional = false, bool v_first = false, int K = 128, bool by_sequence = false)
 {
     constexpr int V = TILE, STEPS = 4, P = 4, N = STEPS * P;
+    // By sequence: two of them, of five chunks and of two, with two heads; a chunk of each head is left over.
+    const std::vector<int32_t> by_step{0, P, 2 * P, 3 * P, N}, starts = by_sequence ? std::vector<int32_t>{0, 10, 14} : by_step;
     uint8_t *X = some<T>(N * C * K), *K_ = some<T>(N * C * K), *T_ = some<T>(N * C * C), *A = some<T>(N * C * C);
     uint8_t *Q = some<T>(N * C * K), *d_o = some<T>(N * C * V), *written = some<float>(N * C * V);
     uint8_t *carry = some<float>(N * K), *first = some<float>(P * K * V), *states = some<float>(N * K * V);
-    uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers({0, P, 2 * P, 3 * P, N});
+    uint8_t *solved = some<float>(N * C * V), *final = some<float>(P * K * V), *starts_ = numbers(starts);
     uint8_t *unsolved = some<float>(N * C * V);
     emulation::launch(CORES, [=] {
         rewy::StatePass<T, TILE>(REWY_STATE_PASS_NAMES,
-                                 rewy::state_pass_tiling(N, P, STEPS, K, V, CHIP, reverse, conventional, v_first,
-                                                         v_first));
+                                 rewy::state_pass_tiling(N, P, starts.size() - 1, K, V, CHIP, reverse, conventional,
+                                                         v_first, v_first, by_sequence));
     });
 }
 
@@ -155,6 +157,8 @@ const std::map<std::string, std::function<void()>> KERNELS{
     {"state_forward_v_first", [] { state_pass(false, false, true); }},
     {"state_reverse", [] { state_pass(true); }},
     {"state_reverse_conventional", [] { state_pass(true, true); }},
+    {"state_forward_by_sequence", [] { state_pass(false, false, false, 128, true); }},
+    {"state_reverse_by_sequence", [] { state_pass(true, false, false, 128, true); }},
 };
 
 }  // namespace

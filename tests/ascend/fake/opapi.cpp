@@ -220,6 +220,8 @@ OP(GtScalar, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::gt(x->t, y->
 OP(GeScalar, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::ge(x->t, y->s)))
 OP(EqScalar, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::eq(x->t, y->s)))
 OP(NeScalar, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::ne(x->t, y->s)))
+OP(FloorDivides, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::floor_divide(x->t, y->s)))
+BINARY(FloorDivide, at::floor_divide)
 OP(PowTensorScalar, (Tensor x, Scalar y, Tensor out), (x->t), put(out, at::pow(x->t, y->s)))
 OP(ClampMin, (Tensor x, Scalar least, Tensor out), (x->t), put(out, at::clamp_min(x->t, least->s)))
 OP(Clamp, (Tensor x, Scalar least, Scalar most, Tensor out), (x->t),

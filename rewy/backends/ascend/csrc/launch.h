@@ -14,8 +14,8 @@
     q, k, v, b, w, G, d_o, U, dR, S, dS, far_, masks_, dq, dk, dv, db, dw, dG, remaining, dU, minus_X, written, T_
 
 // The tensors of a state pass: X (−X in reverse), K̃, T, then A, Q̃ and do (reverse only), w ⊙ v (forward only), e^Γ,
-// the first state, the row that each step starts at; results: the state that each chunk finds, U (dR), the last state,
-// dU (conventional form only). What a pass lacks is null.
+// the first state, the row that each step or sequence starts at; results: the state that each chunk finds, U (dR), the
+// last state, dU (conventional form only). What a pass lacks is null.
 #define REWY_STATE_PASS_TENSORS(TYPE)                                                                            \
     TYPE X, TYPE K_, TYPE T_, TYPE A, TYPE Q, TYPE d_o, TYPE written, TYPE carry, TYPE first, TYPE starts_,      \
         TYPE states, TYPE solved, TYPE final, TYPE unsolved
@@ -111,8 +111,9 @@ inline ChunkGradientTiling chunk_gradient_tiling(int64_t N, int64_t K, int64_t V
 
 struct StatePassTiling {
     int32_t N;       // chunks × value heads
-    int32_t P;       // sequences × value heads, longest first
-    int32_t steps;   // chunks of the longest
+    int32_t P;       // sequences × value heads; by step longest first
+    int32_t starts;  // chunks of the longest; by sequence the sequences
+    int32_t heads;   // value heads of a sequence where rows go by sequence, 0 where they go by step
     int32_t K, V;    // multiples of 64 up to 256
     int32_t tile;    // value columns that a block takes at a time, 64 or 128
     int32_t tiles;   // V / tile
@@ -123,14 +124,15 @@ struct StatePassTiling {
 
 // Tiles of 128 columns load keys half as often, tiles of 64 keep twice the cores busy; states of more than 128 rows
 // leave room for 64.
-inline StatePassTiling state_pass_tiling(int64_t N, int64_t P, int64_t steps, int64_t K, int64_t V, const Chip &chip,
+inline StatePassTiling state_pass_tiling(int64_t N, int64_t P, int64_t starts, int64_t K, int64_t V, const Chip &chip,
                                          bool reverse, bool conventional, bool first_v = false,
-                                         bool final_v = false)
+                                         bool final_v = false, bool by_sequence = false)
 {
     const bool wide = K <= 128 && V % 128 == 0 && fits(state_pass_takes(K, 128), chip.buffers);
     const int64_t cores = chip.cores, tile = wide && P * (V / 128) >= cores ? 128 : 64, scans = P * (V / tile);
-    return {static_cast<int32_t>(N), static_cast<int32_t>(P), static_cast<int32_t>(steps), static_cast<int32_t>(K),
-            static_cast<int32_t>(V), static_cast<int32_t>(tile), static_cast<int32_t>(V / tile),
+    return {static_cast<int32_t>(N), static_cast<int32_t>(P), static_cast<int32_t>(starts),
+            static_cast<int32_t>(by_sequence ? P / starts : 0), static_cast<int32_t>(K), static_cast<int32_t>(V),
+            static_cast<int32_t>(tile), static_cast<int32_t>(V / tile),
             static_cast<int32_t>(scans < cores ? scans : cores), reverse, conventional, first_v, final_v};
 }
 

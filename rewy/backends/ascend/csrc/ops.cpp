@@ -185,14 +185,15 @@ States empty_states(const Tensor &K, const Tensor &first, bool v_first, bool con
             at::empty({conventional ? N : 0, CHUNK, v}, fp32)};
 }
 
-// What both passes have; undefined tensors are those of the other pass.
+// What both passes have; undefined tensors are those of the other pass. `starts` has a number for each step, or for each
+// sequence, and the end.
 States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
                   const Tensor &d_o, const Tensor &written, const Tensor &carry, const Tensor &first,
-                  const Tensor &starts, bool v_first, bool reverse, bool conventional = false)
+                  const Tensor &starts, bool v_first, bool by_sequence, bool reverse, bool conventional = false)
 {
     TORCH_CHECK_VALUE(first.dim() == 3, "first must be [P,K,V], got ", first.sizes());
-    TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) >= 1, "starts must be [steps + 1], got ", starts.sizes());
-    const int64_t N = K.size(0), P = first.size(0), steps = starts.size(0) - 1, k = first.size(1), v = first.size(2);
+    TORCH_CHECK_VALUE(starts.dim() == 1 && starts.size(0) >= 1, "starts must be [n + 1], got ", starts.sizes());
+    const int64_t N = K.size(0), P = first.size(0), n = starts.size(0) - 1, k = first.size(1), v = first.size(2);
     const at::ScalarType scalar = K.scalar_type();
     const rewy::Type type = type_of(scalar);
     check_sizes(N, k, v);
@@ -211,13 +212,15 @@ States state_pass(const Tensor &X, const Tensor &K, const Tensor &T, const Tenso
     const bool first_v = !first.is_contiguous();
     check(first_v ? first.mT() : first, "first, as it is or transposed,", at::kFloat,
           first_v ? at::IntArrayRef{P, v, k} : at::IntArrayRef{P, k, v});
-    check(starts, "starts", at::kInt, {steps + 1});
+    check(starts, "starts", at::kInt, {n + 1});
+    TORCH_CHECK_VALUE(!by_sequence || (n > 0 ? P % n == 0 : P == 0), "first must have as many heads of each of ", n,
+                      " sequences, got ", P, " states");
 
     const States results = empty_states(K, first, v_first, conventional);
     if (P == 0) return results;
     check_room(rewy::state_pass_lacks(k, buffers()), k, v);
     const rewy::StatePassTiling tiling = rewy::state_pass_tiling(
-        N, P, steps, k, v, {cube_cores(K.get_device()), buffers()}, reverse, conventional, first_v, v_first);
+        N, P, n, k, v, {cube_cores(K.get_device()), buffers()}, reverse, conventional, first_v, v_first, by_sequence);
     enqueue(reverse ? "RewyStateReverse" : "RewyStateForward", [=](void *stream) {
         const auto &[states, solved, last, unsolved] = results;
         return rewy::launch_state_pass(type, stream, address(X), address(K), address(T), address(A), address(Q),
@@ -234,26 +237,26 @@ std::tuple<Tensor, Tensor, Tensor> without_dU(const States &results)
 
 std::tuple<Tensor, Tensor, Tensor> state_forward(const Tensor &X, const Tensor &K, const Tensor &T,
                                                  const Tensor &written, const Tensor &carry, const Tensor &first,
-                                                 const Tensor &starts, bool v_first)
+                                                 const Tensor &starts, bool v_first, bool by_sequence)
 {
-    return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, v_first, false));
+    return without_dU(state_pass(X, K, T, {}, {}, {}, written, carry, first, starts, v_first, by_sequence, false));
 }
 std::tuple<Tensor, Tensor, Tensor> state_forward_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &,
                                                       const Tensor &, const Tensor &first, const Tensor &,
-                                                      bool v_first)
+                                                      bool v_first, bool)
 {
     return without_dU(empty_states(K, first, v_first, false));
 }
 
 States state_reverse(const Tensor &minus_X, const Tensor &K, const Tensor &T, const Tensor &A, const Tensor &Q,
                      const Tensor &d_o, const Tensor &carry, const Tensor &first, const Tensor &starts,
-                     bool v_first, bool conventional)
+                     bool v_first, bool by_sequence, bool conventional)
 {
-    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, starts, v_first, true, conventional);
+    return state_pass(minus_X, K, T, A, Q, d_o, {}, carry, first, starts, v_first, by_sequence, true, conventional);
 }
 States state_reverse_meta(const Tensor &, const Tensor &K, const Tensor &, const Tensor &, const Tensor &,
                           const Tensor &, const Tensor &, const Tensor &first, const Tensor &, bool v_first,
-                          bool conventional)
+                          bool, bool conventional)
 {
     return empty_states(K, first, v_first, conventional);
 }
@@ -269,11 +272,11 @@ TORCH_LIBRARY(rewy_ascend, library)
         "(Tensor dq, Tensor dk, Tensor dv, Tensor db, Tensor dw, Tensor dG, Tensor remaining)");
     library.def(
         "state_forward(Tensor X, Tensor K, Tensor T, Tensor written, Tensor carry, Tensor first, Tensor starts, "
-        "bool v_first=False) -> "
-        "(Tensor states, Tensor U, Tensor last)");
+        "bool v_first=False, bool by_sequence=False) -> (Tensor states, Tensor U, Tensor last)");
     library.def(
         "state_reverse(Tensor minus_X, Tensor K, Tensor T, Tensor A, Tensor Q, Tensor do, Tensor carry, Tensor first, "
-        "Tensor starts, bool v_first=False, bool conventional=False) -> (Tensor states, Tensor dR, Tensor last, Tensor dU)");
+        "Tensor starts, bool v_first=False, bool by_sequence=False, bool conventional=False) -> "
+        "(Tensor states, Tensor dR, Tensor last, Tensor dU)");
     library.def("lacking(int K, int V, bool conventional) -> str", &lacking);
 }
 TORCH_LIBRARY_IMPL(rewy_ascend, PrivateUse1, library)

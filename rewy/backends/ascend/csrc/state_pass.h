@@ -26,33 +26,40 @@ constexpr uint16_t PREDICTED_READY = 1; // cube → vector: X S is in the unifie
 constexpr uint16_t R_READY = 2;         // vector → cube: R is in L1
 constexpr uint16_t UPDATE_READY = 3;    // cube → vector: what the chunk adds to the state
 
-// P sequences of heads, longest first; chunk i of sequence s is row starts[i] + s of what is per chunk. So the sequences
-// that have a chunk i are the first starts[i+1] − starts[i].
+// P sequences of heads. By step, longest first: chunk i of sequence s is row starts[i] + s of what is per chunk, and the
+// sequences that have a chunk i are the first starts[i+1] − starts[i]. By sequence, when the device alone knows lengths:
+// chunk i of head h of sequence n is row starts[n] + i · heads + h, and rows past the last sequence are left alone.
 template <class T>
 struct StatePassOperands {
     GlobalTensor<T> X, K, T_, A, Q, d_o;  // [N,C,..]; forward: X, K̃, T; reverse: −X, K̃, T, A, Q̃, do
     GlobalTensor<float> written;          // forward: w ⊙ v [N,C,V]
     GlobalTensor<float> carry;            // [N,K]
     GlobalTensor<float> first;            // [P,K,V] the state that the scan starts with, or [P,V,K]
-    GlobalTensor<int32_t> starts;         // [steps+1]
+    GlobalTensor<int32_t> starts;         // [starts+1]
     GlobalTensor<float> states;           // [N,K,V] the state that each chunk finds
     GlobalTensor<float> solved;           // [N,C,V] U, or dR
     GlobalTensor<float> final;            // [P,K,V], or [P,V,K]
     GlobalTensor<float> unsolved;         // [N,C,V] dU, the conventional form only
     StatePassTiling tiling;
 
-    // The chunks that sequence i_p has; a later one has no more.
+    // The chunks that sequence i_p has; by step a later one has no more.
     __aicore__ inline int32_t Length(int32_t i_p) const
     {
         int32_t n = 0;
-        while (n < tiling.steps && starts.GetValue(n + 1) - starts.GetValue(n) > i_p) ++n;
+        if (tiling.heads > 0) {
+            n = i_p / tiling.heads;
+            return (starts.GetValue(n + 1) - starts.GetValue(n)) / tiling.heads;
+        }
+        while (n < tiling.starts && starts.GetValue(n + 1) - starts.GetValue(n) > i_p) ++n;
         return n;
     }
 
-    // The row of the chunk that step i of `length` comes to.
+    // The row of the chunk that comes as number i of `length`.
     __aicore__ inline uint64_t Row(int32_t i, int32_t length, int32_t i_p) const
     {
-        return uint64_t(starts.GetValue(tiling.reverse ? length - 1 - i : i)) + i_p;
+        const int32_t chunk = tiling.reverse ? length - 1 - i : i, heads = tiling.heads;
+        if (heads > 0) return uint64_t(starts.GetValue(i_p / heads)) + uint64_t(chunk) * heads + i_p % heads;
+        return uint64_t(starts.GetValue(chunk)) + i_p;
     }
 };
 
@@ -335,11 +342,12 @@ __aicore__ inline void StatePass(REWY_STATE_PASS_TENSORS(GM_ADDR), StatePassTili
 {
     const uint64_t N = tiling.N, reverse = tiling.reverse ? 1 : 0, forward = 1 - reverse;
     const uint64_t keys = N * C * tiling.K, values = N * C * tiling.V, scores = N * C * C;
-    const uint64_t state = uint64_t(tiling.K) * tiling.V, steps = tiling.steps;
+    const uint64_t state = uint64_t(tiling.K) * tiling.V;
     const StatePassOperands<T> x{
         Global<T>(X, keys), Global<T>(K_, keys), Global<T>(T_, scores), Global<T>(A, reverse * scores),
         Global<T>(Q, reverse * keys), Global<T>(d_o, reverse * values), Global<float>(written, forward * values),
-        Global<float>(carry, N * tiling.K), Global<float>(first, tiling.P * state), Global<int32_t>(starts_, steps + 1),
+        Global<float>(carry, N * tiling.K), Global<float>(first, tiling.P * state),
+        Global<int32_t>(starts_, uint64_t(tiling.starts) + 1),
         Global<float>(states, N * state), Global<float>(solved, values), Global<float>(final, tiling.P * state),
         Global<float>(unsolved, tiling.conventional ? values : 0), tiling};
 
