@@ -43,12 +43,13 @@ TENSOR_MEMORY = 512  # columns, on sm_100
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Bytes a kernel may spill in 16 bits on Hopper, with Triton 3.6 and 3.7; others have been seen to spill 168 more.
 # `forward_pass`: addresses that only a sequence's last, partial chunk uses. `channel_keys` and `pair_scores`: faster so
-# than with smaller tiles or fewer programs on a multiprocessor (docs/performance-log.md). `key_gradients`,
-# `wy_gradients`: by channel, for rare chunks and for comparison. `state_forward`, `state_reverse`: by channel at
-# K = 256, where narrower tiles read past their end.
+# than with smaller tiles or fewer programs on a multiprocessor (docs/performance-log.md). `row_chunks`: addresses that
+# are used once a chunk, where heads are grouped. `key_gradients`, `wy_gradients`: by channel, for rare chunks and for
+# comparison. `state_forward`, `state_reverse`: by channel at K = 256, where narrower tiles read past their end.
 SPILLS = {
     "forward_pass": 80,
     "channel_keys": 160,
+    "row_chunks": 24,
     "pair_scores": 752,
     "score_gradients": 96,
     "key_gradients": 2344,
@@ -119,6 +120,9 @@ def cases() -> Iterator[Case]:
         yield Case(op, bf16, 128, 128, chunk_size=16)
         yield Case(op, bf16, 128, 128, chunk_size=32)
         yield Case(op, bf16, 128, 128, varlen=True, H=8)
+        if not OPERATORS[op].by_channel:
+            for K, V in (128, 128), (128, 64), (64, 64):
+                yield Case(op, bf16, K, V, H=8)
         for K, V in (128, 128), (64, 64), (100, 80):
             yield Case(op, bf16, K, V, parts=8)
         yield Case(op, bf16, 128, 128, varlen=True, H=8, parts=8)

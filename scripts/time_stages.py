@@ -65,13 +65,14 @@ PRODUCTS: dict[str, Callable[[int, int, int], int]] = {
     "reverse": lambda C, K, V: 3 * C * K * V + 2 * C * C * V,
     "score_gradients": lambda C, K, V: 2 * C * C * V,
     "keys": lambda C, K, V: 3 * C * K * V + 4 * C * C * K,
+    "chunks": lambda C, K, V: 3 * C * K * V + 4 * C * C * K + 2 * C * C * V,
 }
 KINDS = {
     "forward_pass": "states",
     "state_forward": "states",
     "reverse_pass": "reverse",
     "state_reverse": "reverse",
-    "row_keys": "keys",
+    "row_chunks": "chunks",
     "channel_keys": "keys",
     "key_gradients": "keys",
 }
@@ -92,9 +93,11 @@ def multiplied(launch: Launch, problem: Problem) -> int:
         kind = "outputs"
     if kind not in PRODUCTS or launch.args.get("FAR"):
         return 0
-    scores = next(launch.args[name] for name in ("Ti", "dA") if name in launch.args)  # [chunks,heads,C,C]
-    chunks = getattr(scores, "base", scores).numel() // problem.chunk_size**2
-    return 2 * chunks * PRODUCTS[kind](problem.chunk_size, problem.K, problem.V)
+    C, K, V = problem.chunk_size, problem.K, problem.V
+    sizes = dict(Ti=C * C, dA=C * C, ds=K * V)  # of [chunks,heads,...]
+    name = next(name for name in sizes if launch.args.get(name) is not None)
+    chunks = getattr(launch.args[name], "base", launch.args[name]).numel() // sizes[name]
+    return 2 * chunks * PRODUCTS[kind](C, K, V)
 
 
 def report(title: str, problem: Problem, run: Callable[[], object], limits: dict[str, float]) -> None:

@@ -17,7 +17,7 @@ from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, plan
 from rewy.problem import OPERATORS
 
 if GLUON:
-    from rewy.backends.cuda import hopper
+    from rewy.backends.cuda import hopper, hopper_chunks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_offline.py"
 
@@ -91,6 +91,20 @@ def test_the_sequential_passes_take_the_shared_memory_they_plan_with(script):
     assert len(planned) == len(taken)
     for bytes_planned, kib_taken in zip(planned, taken, strict=True):
         assert 0 <= bytes_planned / 1024 - float(kib_taken) <= 0.5, reports
+
+
+@pytest.mark.skipif(not GLUON, reason="no Gluon kernels for this Triton")
+def test_gradients_by_rows_take_the_shared_memory_they_plan_with(script):
+    """Whatever the value channels, the dtype and how heads are grouped."""
+    found = run("--arch", "90", "--only", "row_chunks gated_delta_rule")
+    assert found.returncode == 0, found.stdout
+    reports = found.stdout.splitlines()[:-1]
+    assert {*re.findall(r"\d+x\d+", found.stdout)} == {"128x128", "128x64", "128x256", "64x64"}
+    assert all(any(kind in line for line in reports) for kind in ("float16", "grouped", "packed"))
+    for line in reports:
+        K, V, kib = (float(x) for x in re.search(r" (\d+)x(\d+) .* (\S+) KiB", line).groups())
+        problem, _ = script.Case("gated_delta_rule", torch.bfloat16, int(K), int(V)).problem()
+        assert 0 <= hopper_chunks.rows_shared(problem) / 1024 - kib <= 0.5, line
 
 
 def test_operands_overwritten_in_flight(script):

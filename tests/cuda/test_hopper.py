@@ -513,7 +513,7 @@ def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.dev
 def test_chunks_as_the_plain_kernels(
     operator: str, dtype: torch.dtype, change: dict, device: torch.device
 ) -> None:
-    """The same bits by as many programs as there are chunks, where the card has so many, and by a few."""
+    """By any number of programs the same bits."""
     case = replace(CASE, operator=operator, dtype=dtype, **change)
     problem, x, do, dht = described(case, device)
     if case.lengths is not None:  # rows past the last offset may hold anything
