@@ -122,7 +122,8 @@ def test_stretches_are_walked_side_by_side(operator: str) -> None:
     starts = kept[-1]
     assert starts.shape == (2, 3, problem.HV, problem.K, problem.V)
     forward, backward = (
-        [launch.args for launch in all_ if launch.kernel is hopper.forward_pass] for all_ in (forward, backward)
+        [launch.args for launch in all_ if launch.kernel is hopper.forward_pass]
+        for all_ in (forward, backward)
     )
     assert [args["T"] for args in forward] == [128, 128, 64, 128, 128, 24]
     begins = [starts[i, j] for i in range(2) for j in range(3)]

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rewy.backends.cuda.chunks import Chunks
-from rewy.backends.cuda.gates import LANES, Gated, by_channel
+from rewy.backends.cuda.gates import LANES, LOG2_E, Gated, by_channel
 from rewy.backends.cuda.launch import Launch, described
 from rewy.backends.cuda.plan import Pipeline
 from rewy.backends.cuda.state import digits
@@ -64,6 +64,25 @@ def sequence(cu_seqlens, first, i_p, T, BT: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def exp(x):
+    return gl.exp2(x * LOG2_E)
+
+
+@gluon.jit
+def chunk(table, i_c, T, BT: gl.constexpr):
+    """First token and number of rows of a chunk."""
+    if table is None:
+        NT = gl.maximum(gl.cdiv(T, BT), 1)
+        i_n, i_t = i_c // NT, i_c % NT
+        start = i_n * T + i_t * BT
+        rows = gl.minimum(T - i_t * BT, BT)
+    else:
+        start = gl.load(table + 2 * i_c)
+        rows = gl.load(table + 2 * i_c + 1)
+    return start, rows
+
+
+@gluon.jit
 def clear_tail(tile, rows):
     """Zero the rows of a tile from `rows` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -86,6 +105,11 @@ def store_transposed(p, b_x, m_row, m_column, stride, layout: gl.constexpr):
     gl.store(
         p + o_c[None, :] * stride + o_r[:, None], b_x, mask=(o_c < m_column)[None, :] & (o_r < m_row)[:, None]
     )
+
+
+@gluon.jit
+def store_rows(p, b_x, m_t):
+    gl.store(p, b_x.to(p.dtype.element_ty), mask=m_t[:, None])
 
 
 @gluon.jit

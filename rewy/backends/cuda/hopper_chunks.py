@@ -1,13 +1,13 @@
 """All gradients of a chunk in one kernel for Hopper, in Gluon: `gradients` without dA and dL going through memory.
 
-`row_chunks` is for gates with one number a row, `channel_chunks` for those by channel.
+For gates with one number a row: by channel two chunks at a time on a multiprocessor, as `hopper_gradients` has them,
+are faster.
 
 A program takes one chunk and head after another, whole. Eight warps compute, one more brings tiles and one takes them
 away. What belongs to values comes by tiles of 64 channels into one of two places, so that the next chunk's tiles are
 under way while this one's keys are worked on. First come all products over values: the scores' gradients dA and dL,
 and what passes through the states; then those between the chunk's rows. Results leave from the places of what they
-are made of. The formulas, and the care for dg, are those of `gradients`; chunks whose gates are too far apart to be
-centred are left to it.
+are made of. The formulas, and the care for dg, are those of `gradients`.
 
 Nearly all of a multiprocessor's memory is taken, so what spilled registers would come and go between is the L2 cache:
 a few hundred bytes a thread have doubled the time. Hence `here`, and sums of rows that another warp finishes.
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,46 +29,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper import BESIDES, barriers, bring, clear_tail, numbers, thread_barrier, tiled
+from rewy.backends.cuda.hopper import (
+    BESIDES,
+    barriers,
+    bring,
+    chunk,
+    clear_tail,
+    exp,
+    numbers,
+    store_rows,
+    thread_barrier,
+    tiled,
+)
 from rewy.backends.cuda.launch import Launch
-from rewy.problem import Gate, Problem
+from rewy.problem import Problem
 
 TILE = gl.constexpr(64)  # value channels that come together
 WORKERS = gl.constexpr(8)  # warps that compute
 
 
 @gluon.jit
-def exp(x):
-    return gl.exp2(x * LOG2_E)
-
-
-@gluon.jit
-def wide(b_x):
-    """A tile of 16 bits in fp32. Of two bf16 in one register, one is a shift away and the other a mask."""
-    if b_x.dtype == gl.bfloat16:
-        b_y = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;",
-            "=&r,=r,r",
-            [b_x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        b_y = b_x.to(gl.float32)
-    return b_y
-
-
-@gluon.jit
 def here(x):
     """x, of which the compiler computes nothing ahead: what only rare branches use would crowd the registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def store_rows(p, b_x, m_t):
-    gl.store(p, b_x.to(p.dtype.element_ty), mask=m_t[:, None])
 
 
 @gluon.jit
@@ -97,75 +79,58 @@ def items(COUNT, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def item(i, table, far, T, H, GROUP: gl.constexpr, NF: gl.constexpr, BT: gl.constexpr):
-    """The i-th of them: its place among all, its heads, first token and number of rows, 0 if it is not for this kernel.
+def item(i, table, T, H, GROUP: gl.constexpr, BT: gl.constexpr):
+    """The i-th of them: its place among all, its key and value head, first token and number of rows.
 
     The value heads of a key head come one after the other.
     """
     i_kh = gl.program_id(0) + i // GROUP * gl.num_programs(0)
     i_c, i_h = i_kh // H, i_kh % H
-    i_hv = i_h * GROUP + i % GROUP
-    i_ch = i_kh * GROUP + i % GROUP
-    if table is None:
-        NT = gl.maximum(gl.cdiv(T, BT), 1)
-        i_n, i_t = i_c // NT, i_c % NT
-        start = i_n * T + i_t * BT
-        rows = gl.minimum(T - i_t * BT, BT)
-    else:
-        start = gl.load(table + 2 * i_c)
-        rows = gl.load(table + 2 * i_c + 1)
-    if far is not None:
-        for i_f in gl.static_range(NF):
-            rows = gl.where(gl.load(far + i_ch * NF + i_f) == 0, rows, 0)
-    return i_ch, i_h, i_hv, start, rows
+    start, rows = chunk(table, i_c, T, BT)
+    return i_kh * GROUP + i % GROUP, i_h, i_h * GROUP + i % GROUP, start, rows
 
 
 @gluon.jit
 def loads(
-    q, k, do, u, u2, dr, v, w, s, ds, G, b,
-    q_s, k_s, do_s, u_s, u2_s, dr_s, v_s, w_s, s_s, ds_s, G_s, b_s,
-    full, empty, gone, gates, keys, free, table, far, T, H, COUNT,
-    GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NF: gl.constexpr, BT: gl.constexpr, TURNS: gl.constexpr,
+    q, k, v, do, u, dr, s, ds, b, G, q_s, k_s, v_s, do_s, u_s, dr_s, s_s, ds_s, b_s, G_s,
+    full, empty, gone, gates, keys, free, table, T, H, COUNT,
+    GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
-    COLUMNS: gl.constexpr = 4 + (u2 is not None) + (w is not None)
-    ROWS_OF_B: gl.constexpr = 4  # b is the first of as many numbers a row
-    HV = H * GROUP
     tile, turn = 0, 0
     for i in range(items(COUNT, GROUP)):
-        i_ch, i_h, i_hv, start, rows = item(i, table, far, T, H, GROUP, NF, BT)
+        i_ch, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
-            place = turn % TURNS
-            if G is not None:
-                mbarrier.wait(free.index(place), turn // TURNS & 1 ^ 1)
-                mbarrier.expect(gates.index(place), 8 * BT)
-                tma.async_copy_global_to_shared(G, [i_ch * BT], gates.index(place), G_s.index(place))
-                tma.async_copy_global_to_shared(b, [i_ch * ROWS_OF_B * BT], gates.index(place), b_s.index(place))
+            place = turn % 2
+            bar = gates.index(place)
+            mbarrier.wait(free.index(place), turn // 2 & 1 ^ 1)
+            mbarrier.expect(bar, 8 * BT)
+            tma.async_copy_global_to_shared(
+                b, [i_ch * 4 * BT], bar, b_s.index(place)
+            )  # the first of four rows
+            tma.async_copy_global_to_shared(G, [i_ch * BT], bar, G_s.index(place))
             for i_v in range(0, V, TILE):
                 slot = tile % 2
                 bar = full.index(slot)
                 mbarrier.wait(empty.index(slot), tile // 2 & 1 ^ 1)
-                mbarrier.expect(bar, 2 * TILE * (COLUMNS * BT + 2 * K))
+                mbarrier.expect(bar, 4 * TILE * (2 * BT + K))
                 bring(do, do_s, slot, start, i_hv * V + i_v, bar)
                 bring(u, u_s, slot, i_ch * BT, i_v, bar)
-                bring(u2, u2_s, slot, i_ch * BT, i_v, bar)
                 bring(dr, dr_s, slot, i_ch * BT, i_v, bar)
                 bring(s, s_s, slot, i_ch * K, i_v, bar)
                 bring(ds, ds_s, slot, i_ch * K, i_v, bar)
                 mbarrier.wait(gone.index(slot), tile // 2 & 1 ^ 1)
                 bring(v, v_s, slot, start, i_hv * V + i_v, bar)
-                bring(w, w_s, slot, start, i_hv * V + i_v, bar)
                 tile += 1
-            if G is None:
-                mbarrier.wait(free.index(place), turn // TURNS & 1 ^ 1)
-            mbarrier.expect(keys.index(place), 4 * BT * K)
-            bring(k, k_s, place, start, i_h * K, keys.index(place))
-            bring(q, q_s, place, start, i_h * K, keys.index(place))
+            bar = keys.index(place)
+            mbarrier.expect(bar, 4 * BT * K)
+            bring(k, k_s, place, start, i_h * K, bar)
+            bring(q, q_s, place, start, i_h * K, bar)
             turn += 1
 
 
 @gluon.jit
 def row_sums(dg, db, sums_s, b_Gl, i_g, rows, HV, BT: gl.constexpr):
-    """db, and of a gate with one number a row dg: what goes into rows from each on, and out of those before it."""
+    """db, and dg: what goes into rows from each on, and out of those before it."""
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, BT, line)
     m_t = o_t < rows
@@ -180,40 +145,29 @@ def row_sums(dg, db, sums_s, b_Gl, i_g, rows, HV, BT: gl.constexpr):
 
 @gluon.jit
 def stores(
-    dq, dk, dv, dw, dg, q_s, k_s, v_s, w_s, dg_s, sums_s, row_dg, row_db, G,
-    made, gone, left, free, table, far, T, H, COUNT,
-    GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NF: gl.constexpr, BT: gl.constexpr, TURNS: gl.constexpr, SUMMED: gl.constexpr,
+    dq, dk, dv, dg, db, G, q_s, k_s, v_s, sums_s, made, gone, left, free, table, T, H, COUNT,
+    GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     HV = H * GROUP
     tile, turn = 0, 0
     for i in range(items(COUNT, GROUP)):
-        i_ch, i_h, i_hv, start, rows = item(i, table, far, T, H, GROUP, NF, BT)
+        i_ch, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
             for i_v in range(0, V, TILE):
                 slot = tile % 2
                 mbarrier.wait(made.index(slot), tile // 2 & 1)
                 if rows == BT:
                     tma.async_copy_shared_to_global(dv, [start, i_hv * V + i_v], v_s.index(slot))
-                    if dw is not None:
-                        tma.async_copy_shared_to_global(dw, [start, i_hv * V + i_v], w_s.index(slot))
                     tma.store_wait(0)
                 mbarrier.arrive(gone.index(slot))
                 tile += 1
-            place = turn % TURNS
+            place = turn % 2
             mbarrier.wait(left, turn & 1)
-            if rows == BT:
-                if dg is not None:
-                    tma.async_copy_shared_to_global(dg, [start, i_hv * K], dg_s)
-                if SUMMED:  # dq and dk of the last value head are those of the key head
-                    if i % GROUP == GROUP - 1:
-                        tma.async_copy_shared_to_global(dq, [start, i_h * K], q_s.index(place))
-                        tma.async_copy_shared_to_global(dk, [start, i_h * K], k_s.index(place))
-            if row_db is not None:
-                if row_dg is not None:
-                    b_Gl = gl.load(G + i_ch.to(gl.int64) * BT + BT - 1)
-                else:
-                    b_Gl = 0.0
-                row_sums(row_dg, row_db, sums_s, b_Gl, start.to(gl.int64) * HV + i_hv, rows, HV, BT)
+            if (rows == BT) & (i % GROUP == GROUP - 1):
+                tma.async_copy_shared_to_global(dq, [start, i_h * K], q_s.index(place))
+                tma.async_copy_shared_to_global(dk, [start, i_h * K], k_s.index(place))
+            b_Gl = gl.load(G + i_ch.to(gl.int64) * BT + BT - 1)
+            row_sums(dg, db, sums_s, b_Gl, start.to(gl.int64) * HV + i_hv, rows, HV, BT)
             tma.store_wait(0)
             mbarrier.arrive(free.index(place))
             turn += 1
@@ -262,7 +216,7 @@ def row_compute(
     HV = H * GROUP
     tile, turn = 0, 0
     for i in range(items(COUNT, GROUP)):
-        i_ch, i_h, i_hv, start, rows = item(i, table, None, T, H, GROUP, 0, BT)
+        _, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
             i_t = start.to(gl.int64)
             place = turn % 2
@@ -437,7 +391,8 @@ def row_chunks(
     sums_s = gl.allocate_shared_memory(gl.float32, [4, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full, empty = barriers(2), barriers(2)  # a tile of values
     made, gone = barriers(2), barriers(2)  # dv in the place of v
-    gates, keys, free = barriers(2), barriers(2), barriers(2)  # what comes once a chunk, and that it has been used
+    gates, keys = barriers(2), barriers(2)  # what comes once a chunk
+    free = barriers(2)  # and that its places are free
     left = barriers(1).index(0)  # dq and dk lie in the places of q and k
     fence_async_shared()
     thread_barrier()
@@ -454,16 +409,15 @@ def row_chunks(
             (
                 loads,
                 (
-                    q, k, do, u, None, dr, v, None, s, ds, G, b,
-                    q_s, k_s, do_s, u_s, None, dr_s, v_s, None, s_s, ds_s, G_s, b_s,
-                    full, empty, gone, gates, keys, free, table, None, T, H, COUNT, GROUP, K, V, 0, BT, 2,
+                    q, k, v, do, u, dr, s, ds, b, G, q_s, k_s, v_s, do_s, u_s, dr_s, s_s, ds_s, b_s, G_s,
+                    full, empty, gone, gates, keys, free, table, T, H, COUNT, GROUP, K, V, BT,
                 ),
             ),
             (
                 stores,
                 (
-                    dq, dk, dv, None, None, q_s, k_s, v_s, None, None, sums_s, dg, db, p_G,
-                    made, gone, left, free, table, None, T, H, COUNT, GROUP, K, V, 0, BT, 2, True,
+                    dq, dk, dv, dg, db, p_G, q_s, k_s, v_s, sums_s, made, gone, left, free, table, T, H, COUNT,
+                    GROUP, K, V, BT,
                 ),
             ),
         ],

@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper import clear_tail, thread_barrier, tiled
-from rewy.backends.cuda.hopper_chunks import exp, store_rows, wide
+from rewy.backends.cuda.hopper import chunk, clear_tail, exp, store_rows, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 
@@ -37,24 +36,27 @@ RUN_CHANNELS = gl.constexpr(2)
 
 
 @gluon.jit
-def chunk(table, i_c, T, BT: gl.constexpr):
-    """First token and number of rows of a chunk."""
-    if table is None:
-        NT = gl.maximum(gl.cdiv(T, BT), 1)
-        i_n, i_t = i_c // NT, i_c % NT
-        start = i_n * T + i_t * BT
-        rows = gl.minimum(T - i_t * BT, BT)
-    else:
-        start = gl.load(table + 2 * i_c)
-        rows = gl.load(table + 2 * i_c + 1)
-    return start, rows
-
-
-@gluon.jit
 def barrier():
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     return bar
+
+
+@gluon.jit
+def wide(b_x):
+    """A tile of 16 bits in fp32. Of two bf16 in one register, one is a shift away and the other a mask."""
+    if b_x.dtype == gl.bfloat16:
+        b_y = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [b_x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        b_y = b_x.to(gl.float32)
+    return b_y
 
 
 @gluon.jit

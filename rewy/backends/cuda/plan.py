@@ -163,8 +163,8 @@ def _spans(problem: Problem) -> int:
 def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
     """Two where there are multiprocessors for both, and each is a walk of at least 64 chunks."""
     p = problem
-    pays = 2 * p.HV * p.V // 64 <= limits.processors and chunk_count(p) >= 2 * 64 * spans
-    return 2 if _in_spans(p) and pays else 1
+    programs, longest = p.HV * p.V // 64, chunk_count(p) // spans
+    return 2 if _in_spans(p) and 2 * programs <= limits.processors and longest >= 2 * 64 else 1
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:

@@ -125,7 +125,14 @@ def transitions(problem: Problem, gated: Gated, Ti: Tensor, chunks: Chunks, tile
 
 
 def starts(
-    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, M: Tensor, ht: Tensor, chunks: Chunks, tiles: Plan
+    problem: Problem,
+    x: Operands,
+    gated: Gated,
+    Ti: Tensor,
+    M: Tensor,
+    ht: Tensor,
+    chunks: Chunks,
+    tiles: Plan,
 ) -> Tensor:
     """The states that parts begin with, [N·parts,HV,K,V], and into `ht` the final ones."""
     N = state.final(problem, x._replace(initial_state=None), gated, Ti, chunks, tiles.states)

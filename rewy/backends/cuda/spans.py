@@ -71,7 +71,9 @@ def _divided(problem: Problem, first: int, last: int, count: int) -> list[Span]:
     bounds = [min(first + i * each, last) for i in range(count + 1)]
     tokens = [min(bound * C, problem.T) for bound in bounds]
     return [
-        Span(*tokens[i : i + 2], *bounds[i : i + 2], replace(problem, T=tokens[i + 1] - tokens[i]))
+        Span(
+            tokens[i], tokens[i + 1], bounds[i], bounds[i + 1], replace(problem, T=tokens[i + 1] - tokens[i])
+        )
         for i in range(count)
     ]
 
