@@ -122,7 +122,7 @@ def cases() -> Iterator[Case]:
         yield Case(op, bf16, 128, 128, varlen=True, H=8)
         if not OPERATORS[op].by_channel:
             for K, V in (128, 128), (128, 64), (64, 64):
-                yield Case(op, bf16, K, V, H=8)
+                yield Case(op, bf16, K, V, H=8, T=8192)
         for K, V in (128, 128), (64, 64), (100, 80):
             yield Case(op, bf16, K, V, parts=8)
         yield Case(op, bf16, 128, 128, varlen=True, H=8, parts=8)

@@ -16,7 +16,7 @@ from rewy.backends.cuda.chunks import chunks_of
 from rewy.backends.cuda.launch import recording
 from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, Pipeline, Plan, limits_of, plan
 from rewy.backends.cuda.replay import Program
-from rewy.problem import OPERATORS, Gradients, Operands, Options, Problem, problem_of
+from rewy.problem import OPERATORS, Gate, Gradients, Operands, Operator, Options, Problem, problem_of
 from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
@@ -178,15 +178,27 @@ def test_other_devices_take_the_plain_passes(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_one_kernel_has_the_gradients_of_rows(operator: str, K: int, V: int) -> None:
     """On every multiprocessor of the card; by channel, keys are left to another."""
-    problem = described(replace(CASE, operator=operator, K=K, V=V))[0]
+    problem = described(replace(CASE, operator=operator, HV=1, K=K, V=V))[0]
     by_row = operator in BY_ROW
-    taken = hopper_chunks.rows_shared(problem)
+    taken = hopper_chunks.shared(problem)
     for limits in (H200, replace(H200, processors=114), replace(H200, shared=taken)):
         chosen = plan(problem, limits)
         assert chosen.programs == (limits.processors if by_row else 0)
         assert chosen.keys_on_hopper == (not by_row and V != 192 and limits.shared >= 113 * 1024)
         assert chosen.portable().programs == 0
     assert plan(problem, replace(H200, shared=taken - 1)).programs == 0
+
+
+def test_grouped_heads_have_one_kernel_where_every_program_has_several_groups() -> None:
+    problem = described(replace(CASE, operator="gated_delta_rule"))[0]
+    for chunks, programs in (4, 0), (4 * 132 - 1, 0), (4 * 132, 132):
+        assert plan(replace(problem, T=64 * chunks), H200).programs == programs
+
+
+def test_a_write_gate_of_its_own_is_not_for_the_kernel_of_rows() -> None:
+    operator = Operator("two", "Two gates", Gate.SCALAR, Gate.SCALAR, Gate.CHANNEL, tied=False)
+    problem = described(replace(CASE, operator="gated_delta_rule", HV=1))[0]
+    assert plan(problem, H200).programs and not plan(replace(problem, operator=operator), H200).programs
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -222,7 +234,7 @@ def test_a_backward_by_rows_has_three_kernels(
     problem, x, do, dht = described(replace(CASE, operator=operator, HV=HV, lengths=lengths))
     listed = ["list_chunks"] if lengths else []
     for recompute, again in (True, ["forward_pass"]), (False, []):
-        backend, problem = CudaBackend(on_h200), replace(problem, recompute=recompute)
+        backend, problem = CudaBackend(by_programs(132)), replace(problem, recompute=recompute)
         kept = backend.fake_kept(problem, x)
         with recording() as launches:
             found = backend.backward(problem, x, kept, do, dht)
@@ -240,7 +252,7 @@ def test_a_backward_by_rows_has_three_kernels(
 
 @pytest.mark.parametrize("operator", BY_ROW)
 def test_every_span_has_its_rows_gradients_from_one_kernel(operator: str) -> None:
-    problem, x, do, dht = described(replace(CASE, operator=operator))
+    problem, x, do, dht = described(replace(CASE, operator=operator, HV=1))
     backend = CudaBackend(in_spans(3))
     kept = backend.fake_kept(problem, x)
     with recording() as launches:
@@ -527,10 +539,9 @@ def test_chunks_as_the_plain_kernels(
         found = CudaBackend(by_programs(programs)).backward(problem, x, kept, do, dht)._asdict()
         return {name: t for name, t in found.items() if t is not None}
 
-    limits = limits_of(device)
-    assert plan(problem, limits).programs == limits.processors
-    found, plain = gradients(limits.processors), gradients(0)
-    for programs in (limits.processors, 3, 1):
+    processors = limits_of(device).processors
+    found, plain = gradients(processors), gradients(0)
+    for programs in (processors, 3, 1):
         again = gradients(programs)
         assert all(torch.equal(t, again[name]) for name, t in found.items())
     assert_rounded_alike(found, plain)

@@ -256,6 +256,10 @@ def test_what_is_kept_can_be_told_of_a_length_that_is_traced(operator: str) -> N
         problem = problem_of(traced, Options(1.0, 16, True, "rewy"))
         assert not isinstance(problem.T, int)
         kept = CudaBackend().fake_kept(problem, traced)
+        long = CudaBackend(lambda p, limits: replace(plan(p, limits), spans=triton.cdiv(chunk_count(p), 4)))
+        assert not isinstance(
+            long.fake_kept(problem, traced)[-1].shape[0], int
+        )  # nor compiled for a number of spans
     known = problem_of(x, Options(1.0, 16, True, "rewy"))
     expected = [t.shape for t in CudaBackend().fake_kept(known, x)]
     assert [tuple(map(int, t.shape)) for t in kept] == [tuple(shape) for shape in expected]

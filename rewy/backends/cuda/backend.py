@@ -4,7 +4,8 @@
     backward   gates -> state (again, for S and U) -> reverse -> gradients
 
 A and T are kept between the two, and gates with one number a row. S, U and what gates by channel make of q and k are
-formed again, unless `disable_recompute` keeps them too. `segments` and `spans` walk the same stages in pieces.
+formed again, unless `disable_recompute` keeps them too. `segments` and `spans` walk the same stages in pieces, and keep
+the states that these begin with.
 
 `forward` and `backward` are what callers see; what they do for one problem is recorded and replayed (`replay`).
 """
@@ -126,7 +127,7 @@ class CudaBackend:
         states = [] if p.recompute else [each(p.K, p.V), x.q.new_empty(state.digits(p), count, p.HV, C, p.V)]
         if tiles.in_pieces:
             states = [spans.starts_like(p, x, tiles)]
-        elif tiles.parts > 1:
+        elif tiles.parts > 1 and p.algebra is Algebra.REWY:
             states += segments.kept_like(p, x, tiles)
         return [each(C, C), each(C, C), *(getattr(gated, name) for name in gates.kept(p)), *states]
 

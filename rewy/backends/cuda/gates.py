@@ -176,8 +176,8 @@ def channel_gates(
     tl.store(kt + o_ck, (b_k * exp(b_Gl[None, :] - b_G)).to(x.dtype.element_ty), mask=m_ck)
     tl.store(qt + o_ck, (scale * b_q * b_eG).to(x.dtype.element_ty), mask=m_ck)
 
-    # G never grows: its first and last rows are the furthest from its middle one. They are read back, for to sum the
-    # whole tile for a row takes longer.
+    # G never grows: its first and last rows are the furthest from its middle one. The first and the middle one are
+    # read back, for to sum the whole tile for a row takes longer.
     tl.debug_barrier()
     p_G = G + i_ch.to(tl.int64) * BT * K + o_k
     b_c = tl.load(p_G + BT // 2 * K, mask=o_k < K, other=0.0)

@@ -445,7 +445,7 @@ def write(
 
         made = dict(q=x.q, k=x.k, v=x.v, do=do, u=u[0], dr=dr, s=s, ds=ds, f=gated.f, G=gated.G)
         made |= dict(dq=out.q, dk=out.k, dv=out.v, dg=out.g, db=out.erase, table=chunks.table)
-        hopper_chunks.rows(p, made | dict(unit=state.unit(p), count=chunks.count), tiles.programs)
+        hopper_chunks.write(p, made | dict(unit=state.unit(p), count=chunks.count), tiles.programs)
         return
     scalar_erase = p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)

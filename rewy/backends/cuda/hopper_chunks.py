@@ -1,7 +1,7 @@
 """All gradients of a chunk in one kernel for Hopper, in Gluon: `gradients` without dA and dL going through memory.
 
-For gates with one number a row: by channel two chunks at a time on a multiprocessor, as `hopper_gradients` has them,
-are faster.
+For gates with one number a row, of which one erases and writes. By channel two chunks at a time on a multiprocessor, as
+`hopper_gradients` has them, are faster.
 
 A program takes one chunk and head after another, whole. Eight warps compute, one more brings tiles and one takes them
 away. What belongs to values comes by tiles of 64 channels into one of two places, so that the next chunk's tiles are
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rewy.backends.cuda.hopper import (
+from rewy.backends.cuda.hopper_tiles import (
     BESIDES,
     barriers,
     bring,
@@ -73,7 +73,7 @@ def add_before(sum1, before1, sum2, before2):
 
 
 @gluon.jit
-def items(COUNT, GROUP: gl.constexpr):
+def taken(COUNT, GROUP: gl.constexpr):
     """How many chunks and value heads this program takes, of COUNT chunks and key heads."""
     return gl.cdiv(COUNT - gl.program_id(0), gl.num_programs(0)) * GROUP
 
@@ -97,7 +97,7 @@ def loads(
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     tile, turn = 0, 0
-    for i in range(items(COUNT, GROUP)):
+    for i in range(taken(COUNT, GROUP)):
         i_ch, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
             place = turn % 2
@@ -150,7 +150,7 @@ def stores(
 ):  # fmt: skip
     HV = H * GROUP
     tile, turn = 0, 0
-    for i in range(items(COUNT, GROUP)):
+    for i in range(taken(COUNT, GROUP)):
         i_ch, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
             for i_v in range(0, V, TILE):
@@ -215,7 +215,7 @@ def row_compute(
     no_pairs = gl.zeros([BT, BT], gl.float32, pairs)
     HV = H * GROUP
     tile, turn = 0, 0
-    for i in range(items(COUNT, GROUP)):
+    for i in range(taken(COUNT, GROUP)):
         _, i_h, i_hv, start, rows = item(i, table, T, H, GROUP, BT)
         if rows > 0:
             i_t = start.to(gl.int64)
@@ -426,8 +426,10 @@ def row_chunks(
     )  # fmt: skip
 
 
-def rows(problem: Problem, made: Mapping[str, Any], programs: int) -> None:
-    p, C = problem, problem.chunk_size
+def write(problem: Problem, made: Mapping[str, Any], programs: int) -> None:
+    """The gradients of all `count` chunks by so many programs at most, from and into what `made` has by name."""
+    p, C, items = problem, problem.chunk_size, made["count"] * problem.H
+    programs = min(programs, items)
     args = dict(
         q=tiled(made["q"], p.H * p.K, columns=p.K),
         k=tiled(made["k"], p.H * p.K, columns=p.K),
@@ -442,12 +444,12 @@ def rows(problem: Problem, made: Mapping[str, Any], programs: int) -> None:
         p_G=made["G"], p_dq=made["dq"], p_dk=made["dk"], p_dv=made["dv"], dg=made["dg"], db=made["db"],
         parts=None if p.group == 1 else made["q"].new_empty(programs, 2, C, p.K, dtype=torch.float32),
         table=made["table"],
-        scale=p.scale, unit=made["unit"], T=p.T, H=p.H, COUNT=made["count"] * p.H, GROUP=p.group, K=p.K, V=p.V, BT=C,
+        scale=p.scale, unit=made["unit"], T=p.T, H=p.H, COUNT=items, GROUP=p.group, K=p.K, V=p.V, BT=C,
     )  # fmt: skip
-    Launch(row_chunks, (min(programs, made["count"] * p.H),), args, num_warps=WORKERS.value).run()
+    Launch(row_chunks, (programs,), args, num_warps=WORKERS.value).run()
 
 
-def rows_shared(problem: Problem) -> int:
+def shared(problem: Problem) -> int:
     """Bytes of shared memory that `row_chunks` takes."""
     C, K = problem.chunk_size, problem.K
     values, keys = (4 * C + 2 * K) * TILE.value, 2 * C * K

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper import chunk, clear_tail, exp, store_rows, thread_barrier, tiled
+from rewy.backends.cuda.hopper_tiles import chunk, clear_tail, exp, store_rows, thread_barrier, tiled
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import triton
@@ -64,7 +63,7 @@ class Plan:
 
     `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
     not serve. `programs`: of `hopper_chunks`, that compute the gradients of all chunks; 0 where `gradients` does.
-    `keys_on_hopper`: chunks whose gates can be centred have their key gradients from `hopper_gradients`.
+    `keys_on_hopper`: by channel, chunks whose gates can be centred have their key gradients from `hopper_gradients`.
     `parts`: of a sequence, that are walked side by side (`segments`, for K up to 128); `chain` is for their states.
     `spans`: of a sequence, that a backward takes one after the other (module `spans`); `stretches`: of a span, that its
     pass for S and U walks side by side.
@@ -93,8 +92,16 @@ class Plan:
     def portable(self) -> Plan:
         """The same with every kernel in plain Triton; whether parts would pay is not known for it."""
         plain = self.sequential
-        passes: dict[str, Any] = dict(outputs=plain, states=plain, reverse=plain)
-        return replace(self, **passes, programs=0, keys_on_hopper=False, parts=1, stretches=1)
+        return replace(
+            self,
+            outputs=plain,
+            states=plain,
+            reverse=plain,
+            programs=0,
+            keys_on_hopper=False,
+            parts=1,
+            stretches=1,
+        )
 
 
 def plan(problem: Problem, limits: Limits) -> Plan:
@@ -161,10 +168,10 @@ def _spans(problem: Problem) -> int:
 
 
 def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
-    """Two where there are multiprocessors for both, and each is a walk of at least 64 chunks."""
+    """Two where there are multiprocessors for both, and each is a walk of some 64 chunks at least."""
     p = problem
-    programs, longest = p.HV * p.V // 64, chunk_count(p) // spans
-    return 2 if _in_spans(p) and 2 * programs <= limits.processors and longest >= 2 * 64 else 1
+    programs, span = p.HV * p.V // 64, chunk_count(p) // spans
+    return 2 if _in_spans(p) and 2 * programs <= limits.processors and span >= 2 * 64 else 1
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
@@ -206,6 +213,16 @@ def _parts(problem: Problem, limits: Limits) -> int:
     return parts if parts >= 4 and p.K <= 128 else 1
 
 
+def _programs(problem: Problem, limits: Limits) -> int:
+    """One a multiprocessor for gates with one number a row, of which one erases and writes.
+
+    A program has all value heads of a key head in turn, so grouped heads want several such groups for each.
+    """
+    p = problem
+    even = p.group == 1 or chunk_count(p) * p.H >= 4 * limits.processors
+    return limits.processors if p.operator.tied and not p.operator.by_channel and even else 0
+
+
 def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
     """Passes as deep as shared memory allows, up to four chunks: a fifth gains nothing."""
     from rewy.backends.cuda import hopper, hopper_chunks, hopper_gradients  # need Gluon
@@ -215,7 +232,6 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         return next(map(Pipeline, depths), plan.sequential)
 
     parts, channel = _parts(problem, limits), problem.operator.by_channel
-    whole_chunks = not channel and hopper_chunks.rows_shared(problem) <= limits.shared
     return replace(
         plan,
         parts=parts,
@@ -224,7 +240,7 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),
-        programs=limits.processors if whole_chunks else 0,
+        programs=_programs(problem, limits) if hopper_chunks.shared(problem) <= limits.shared else 0,
         keys_on_hopper=channel and problem.V in (64, 128, 256) and limits.shared >= hopper_gradients.SHARED,
     )
 

@@ -25,7 +25,7 @@ from rewy.backends.cuda.chunks import Chunks
 from rewy.backends.cuda.gates import Gated
 from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Plan
-from rewy.problem import Operands, Problem
+from rewy.problem import Algebra, Operands, Problem
 
 
 @triton.jit
@@ -85,14 +85,14 @@ def outputs(
     tiles: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """As `state.outputs`, and to keep in any case, the tensors of `kept_like`."""
+    """As `state.outputs`, and to keep for the ReWY backward the tensors of `kept_like`."""
     p, chunks = problem, replace(chunks, parts=tiles.parts)
     M = transitions(p, gated, Ti, chunks, tiles)
     ht = x.v.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
     begin = starts(p, x, gated, Ti, M, ht, chunks, tiles)
     x = x._replace(initial_state=begin)
     o, ht, states = state.outputs(p, x, gated, A, Ti, chunks, tiles.outputs, keep, ht)
-    return o, ht, [*states, M, begin]
+    return o, ht, [*states, M, begin] if p.algebra is Algebra.REWY else states
 
 
 def kept_like(problem: Problem, x: Operands, tiles: Plan) -> list[Tensor]:
@@ -125,15 +125,9 @@ def transitions(problem: Problem, gated: Gated, Ti: Tensor, chunks: Chunks, tile
 
 
 def starts(
-    problem: Problem,
-    x: Operands,
-    gated: Gated,
-    Ti: Tensor,
-    M: Tensor,
-    ht: Tensor,
-    chunks: Chunks,
-    tiles: Plan,
-) -> Tensor:
+    problem: Problem, x: Operands, gated: Gated, Ti: Tensor, M: Tensor, ht: Tensor,
+    chunks: Chunks, tiles: Plan,
+) -> Tensor:  # fmt: skip
     """The states that parts begin with, [N·parts,HV,K,V], and into `ht` the final ones."""
     N = state.final(problem, x._replace(initial_state=None), gated, Ti, chunks, tiles.states)
     return chained(problem, M, N, x.initial_state, ht, tiles)

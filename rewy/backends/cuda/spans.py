@@ -62,7 +62,7 @@ def spans_of(problem: Problem, count: int) -> list[Span]:
 
 
 def stretches_of(problem: Problem, span: Span, count: int) -> list[Span]:
-    """`count` stretches of a span of the problem, as a pass divides it into parts: the last may be empty."""
+    """`count` stretches of a span of the problem, as a pass divides it into parts: the last ones may be empty."""
     return _divided(problem, span.first, span.last, count)
 
 
@@ -79,8 +79,14 @@ def _divided(problem: Problem, first: int, last: int, count: int) -> list[Span]:
 
 
 def starts_like(problem: Problem, x: Operands, tiles: Plan) -> Tensor:
-    """Room for the states that all stretches of all spans begin with, [spans,stretches,HV,K,V]."""
-    p, spans = problem, len(spans_of(problem, tiles.spans))
+    """Room for the states that all stretches of all spans begin with, [spans,stretches,HV,K,V].
+
+    Of empty stretches, from which nothing comes, nothing is ever in it.
+    """
+    p, chunks = problem, chunk_count(problem)
+    spans = triton.cdiv(
+        chunks, triton.cdiv(chunks, tiles.spans)
+    )  # as `spans_of`, for lengths that are traced too
     return x.q.new_empty(spans, tiles.stretches, p.HV, p.K, p.V, dtype=torch.float32)
 
 
@@ -91,8 +97,10 @@ def outputs(
     p, o = problem, x.v.new_empty(x.v.shape)
     ht = x.v.new_empty(1, p.HV, p.K, p.V, dtype=torch.float32)
     starts = starts_like(p, x, tiles)
-    first = starts[:1, 0]
-    first.zero_() if x.initial_state is None else first.copy_(x.initial_state)
+    if x.initial_state is None:
+        starts[:1, 0].zero_()
+    else:
+        starts[:1, 0].copy_(x.initial_state)
     stretches = [
         (stretch, starts[i : i + 1, j])
         for i, span in enumerate(spans_of(p, tiles.spans))
@@ -120,7 +128,9 @@ def backward(
         g = gates.gated(p, y, chunks, tiles.gates) if gated is None else span.gated(y, gated)
         A_span, Ti_span = span.by_chunk(A), span.by_chunk(Ti)
         s, u = state.states(p, y, g, Ti_span, replace(chunks, parts=tiles.stretches), tiles.states)
-        y = y._replace(initial_state=starts[i, :1] if i > 0 else x.initial_state)
+        y = y._replace(
+            initial_state=starts[i, :1] if i > 0 else x.initial_state
+        )  # there is dh0 where there is h0
         ds, dr, dht = state.reverse(p, y, g, A_span, Ti_span, d, dht, chunks, tiles.reverse)
         gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span, tiles), chunks, tiles)
         del s, u, ds, dr, g  # the next span's take their place
