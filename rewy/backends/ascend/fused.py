@@ -56,7 +56,11 @@ def _states(c: Chunks, x: Operands, T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`state_pass`: the states before each chunk, U, the final states."""
     operands = _flat(c, c.X), _flat(c, c.K), _flat(c, T), _flat(c, c.written, torch.float32), _carry(c)
     results = torch.ops.rewy_ascend.state_forward(
-        *operands, _first(c.initial(x)), _starts(c), v_first=c.problem.state_v_first, **_order(c)
+        *operands,
+        _first(c.initial(x)),
+        _starts(c),
+        v_first=c.problem.state_v_first,
+        by_sequence=c.layout.chain is not None,
     )
     S, U, final = _stacked(c, *results)
     return S, U, c.layout.unsort(final)
@@ -77,8 +81,8 @@ def _reverse(
         _first(last),
         _starts(c),
         v_first=p.state_v_first,
+        by_sequence=c.layout.chain is not None,
         conventional=through is not None,
-        **_order(c),
     )
     dS, dR, initial, dU = _stacked(c, *results)
     return Reverse(do, dS, c.layout.unsort(initial)), dR, dU
@@ -166,10 +170,6 @@ def _first(states: Tensor) -> Tensor:
     """[N,HV,K,V] as [P,K,V], which may lie in memory as [P,V,K]."""
     states = states.flatten(0, 1)
     return states if states.mT.is_contiguous() else states.contiguous()
-
-
-def _order(c: Chunks) -> dict[str, bool]:
-    return {"by_sequence": c.layout.chain is not None}
 
 
 def _starts(c: Chunks) -> Tensor:

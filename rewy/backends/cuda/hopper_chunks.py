@@ -104,9 +104,8 @@ def loads(
             bar = gates.index(place)
             mbarrier.wait(free.index(place), turn // 2 & 1 ^ 1)
             mbarrier.expect(bar, 8 * BT)
-            tma.async_copy_global_to_shared(
-                b, [i_ch * 4 * BT], bar, b_s.index(place)
-            )  # the first of four rows
+            # of the four rows that b is the first of, that alone
+            tma.async_copy_global_to_shared(b, [i_ch * 4 * BT], bar, b_s.index(place))
             tma.async_copy_global_to_shared(G, [i_ch * BT], bar, G_s.index(place))
             for i_v in range(0, V, TILE):
                 slot = tile % 2

@@ -84,9 +84,8 @@ def starts_like(problem: Problem, x: Operands, tiles: Plan) -> Tensor:
     Of empty stretches, from which nothing comes, nothing is ever in it.
     """
     p, chunks = problem, chunk_count(problem)
-    spans = triton.cdiv(
-        chunks, triton.cdiv(chunks, tiles.spans)
-    )  # as `spans_of`, for lengths that are traced too
+    # as many as `spans_of` has, for lengths that are traced too
+    spans = triton.cdiv(chunks, triton.cdiv(chunks, tiles.spans))
     return x.q.new_empty(spans, tiles.stretches, p.HV, p.K, p.V, dtype=torch.float32)
 
 
@@ -128,9 +127,8 @@ def backward(
         g = gates.gated(p, y, chunks, tiles.gates) if gated is None else span.gated(y, gated)
         A_span, Ti_span = span.by_chunk(A), span.by_chunk(Ti)
         s, u = state.states(p, y, g, Ti_span, replace(chunks, parts=tiles.stretches), tiles.states)
-        y = y._replace(
-            initial_state=starts[i, :1] if i > 0 else x.initial_state
-        )  # there is dh0 where there is h0
+        # there is dh0 where there is h0
+        y = y._replace(initial_state=starts[i, :1] if i > 0 else x.initial_state)
         ds, dr, dht = state.reverse(p, y, g, A_span, Ti_span, d, dht, chunks, tiles.reverse)
         gradients.write(p, y, g, d, u, dr, s, ds, _slices(out, span, tiles), chunks, tiles)
         del s, u, ds, dr, g  # the next span's take their place
