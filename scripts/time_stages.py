@@ -67,13 +67,15 @@ PRODUCTS: dict[str, Callable[[int, int, int], int]] = {
     "keys": lambda C, K, V: 3 * C * K * V + 4 * C * C * K,
     "chunks": lambda C, K, V: 3 * C * K * V + 4 * C * C * K + 2 * C * C * V,
 }
+# What a kernel writes for far gates alone.
+UNUSED = {"channel_chunks": ("dA", "dL", "diagonal")}
 KINDS = {
     "forward_pass": "states",
     "state_forward": "states",
     "reverse_pass": "reverse",
     "state_reverse": "reverse",
     "row_chunks": "chunks",
-    "channel_keys": "keys",
+    "channel_chunks": "chunks",
     "key_gradients": "keys",
 }
 
@@ -82,7 +84,8 @@ def moved(launch: Launch) -> int:
     """Bytes of all tensors of a launch: what has to come and go at least, were each met once."""
     if launch.args.get("FAR"):
         return 0
-    tensors = {id(t): t for arg in launch.args.values() if isinstance(t := getattr(arg, "base", arg), Tensor)}
+    args = {name: arg for name, arg in launch.args.items() if name not in UNUSED.get(launch.name, ())}
+    tensors = {id(t): t for arg in args.values() if isinstance(t := getattr(arg, "base", arg), Tensor)}
     return sum(t.nbytes for t in tensors.values())
 
 

@@ -199,7 +199,7 @@ for name in ("rewy", "rewy-plain", "rewy-conventional"):
     contestant.compile(large, lambda what: met.setdefault(what, len(met)) % 2 == 1)
     assert 0 < half < len(compiled)
     gluon[name] = {one.name for one in compiled if one.kernel.is_gluon()}
-assert gluon["rewy"] == {"forward_pass", "reverse_pass", "channel_keys"}
+assert gluon["rewy"] == {"forward_pass", "reverse_pass", "channel_chunks"}
 assert gluon["rewy-plain"] == set()
 assert gluon["rewy-conventional"] == {"forward_pass"}  # which is not in its backward
 """

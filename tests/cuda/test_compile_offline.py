@@ -17,7 +17,7 @@ from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, plan
 from rewy.problem import OPERATORS
 
 if GLUON:
-    from rewy.backends.cuda import hopper, hopper_chunks
+    from rewy.backends.cuda import hopper, hopper_rows
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_offline.py"
 
@@ -104,7 +104,7 @@ def test_gradients_by_rows_take_the_shared_memory_they_plan_with(script):
     for line in reports:
         K, V, kib = (float(x) for x in re.search(r" (\d+)x(\d+) .* (\S+) KiB", line).groups())
         problem, _ = script.Case("gated_delta_rule", torch.bfloat16, int(K), int(V)).problem()
-        assert 0 <= hopper_chunks.shared(problem) / 1024 - kib <= 0.5, line
+        assert 0 <= hopper_rows.shared(problem) / 1024 - kib <= 0.5, line
 
 
 def test_operands_overwritten_in_flight(script):

@@ -21,7 +21,7 @@ from rewy.testing import Case, errors, exact, leaves, make
 
 if not GLUON:
     pytest.skip("none for this Triton", allow_module_level=True)
-from rewy.backends.cuda import hopper, hopper_chunks
+from rewy.backends.cuda import hopper, hopper_rows
 
 H200 = Limits(shared=227 * 1024, capability=HOPPER)
 BY_ROW = [name for name, op in OPERATORS.items() if not op.by_channel]
@@ -180,11 +180,11 @@ def test_one_kernel_has_the_gradients_of_rows(operator: str, K: int, V: int) -> 
     """On every multiprocessor of the card; by channel, keys are left to another."""
     problem = described(replace(CASE, operator=operator, HV=1, K=K, V=V))[0]
     by_row = operator in BY_ROW
-    taken = hopper_chunks.shared(problem)
+    taken = hopper_rows.shared(problem)
     for limits in (H200, replace(H200, processors=114), replace(H200, shared=taken)):
         chosen = plan(problem, limits)
         assert chosen.programs == (limits.processors if by_row else 0)
-        assert chosen.keys_on_hopper == (not by_row and V != 192 and limits.shared >= 113 * 1024)
+        assert chosen.chunks_on_hopper == (not by_row and V != 192 and limits.shared >= 113 * 1024)
         assert chosen.portable().programs == 0
     assert plan(problem, replace(H200, shared=taken - 1)).programs == 0
 
@@ -489,12 +489,12 @@ def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.dev
     problem, x, do, dht = described(replace(CASE, operator=operator, **change), device)
     _, _, kept = CudaBackend().forward(problem, x, training=True)
 
-    def gradients(keys_on_hopper: bool) -> dict[str, Tensor]:
-        backend = CudaBackend(lambda p, limits: replace(plan(p, limits), keys_on_hopper=keys_on_hopper))
+    def gradients(chunks_on_hopper: bool) -> dict[str, Tensor]:
+        backend = CudaBackend(lambda p, limits: replace(plan(p, limits), chunks_on_hopper=chunks_on_hopper))
         found = backend.backward(problem, x, kept, do, dht)._asdict()
         return {name: t for name, t in found.items() if t is not None}
 
-    assert plan(problem, limits_of(device)).keys_on_hopper
+    assert plan(problem, limits_of(device)).chunks_on_hopper
     found, again, plain = gradients(True), gradients(True), gradients(False)
     assert all(torch.equal(t, again[name]) for name, t in found.items())
     assert_rounded_alike(found, plain)

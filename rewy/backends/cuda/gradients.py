@@ -6,7 +6,8 @@
 
 where ~ carries the decay between two rows of the chunk. `score_gradients` forms dA and dL of a chunk once, with what
 else lies on the value side; `key_gradients` takes them for each tile of key channels; `sum_parts` adds what several
-programs have. The plan may have `hopper_chunks` do all of it in one kernel, or `hopper_gradients` the keys. dA and dL
+programs have. The plan may have `hopper_rows` do all of it in one kernel, or `hopper_channels` all but the keys of
+chunks whose gates cannot be centred. dA and dL
 are stored in the dtype they are multiplied in, so nothing is rounded that would not be. Of U, dA takes the digits that
 follow too, where they are kept; dS+ is in units of `state.unit`.
 
@@ -441,32 +442,24 @@ def write(
 ) -> None:  # fmt: skip
     p, C = problem, chunks.size
     if tiles.programs:
-        from rewy.backends.cuda import hopper_chunks  # needs Gluon
+        from rewy.backends.cuda import hopper_rows  # needs Gluon
 
         made = dict(q=x.q, k=x.k, v=x.v, do=do, u=u[0], dr=dr, s=s, ds=ds, f=gated.f, G=gated.G)
         made |= dict(dq=out.q, dk=out.k, dv=out.v, dg=out.g, db=out.erase, table=chunks.table)
-        hopper_chunks.write(p, made | dict(unit=state.unit(p), count=chunks.count), tiles.programs)
+        hopper_rows.write(p, made | dict(unit=state.unit(p), count=chunks.count), tiles.programs)
         return
-    scalar_erase = p.operator.erase is Gate.SCALAR
+    channel, scalar_erase = by_channel(p), p.operator.erase is Gate.SCALAR
     dA = do.new_empty(chunks.count, p.HV, C, C)
     dL, diagonal = dA.new_empty(dA.shape), dA.new_empty(dA.shape[:-1], dtype=torch.float32)
     u, u2 = state.following(u)
     common = dict(
-        b=x.erase, G=gated.G, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
-        scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=by_channel(p), PRECISION=precision(p), BT=C,
+        b=x.erase, do=do, u=u, dr=dr, dA=dA, dL=dL, diagonal=diagonal, table=chunks.table,
+        scale=p.scale, T=p.T, HV=p.HV, V=p.V, BY_CHANNEL=channel, PRECISION=precision(p), BT=C,
     )  # fmt: skip
-    Launch(
-        score_gradients,
-        grid=(chunks.count * p.HV,),
-        args=common
-        | dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write, BV=tiles.scores.BV)
-        | dict(G=None if by_channel(p) else gated.G, db=out.erase[-1] if scalar_erase else None),
-        num_warps=tiles.scores.warps,
-        num_stages=tiles.scores.stages,
-        maxnreg=tiles.scores.registers,
-    ).run()
-    common |= dict(
-        q=x.q, k=x.k, far=gated.far, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
+    values = dict(v=x.v, w=x.write, u2=u2, dv=out.v, dw=out.write)
+    values_erase = out.erase[-1] if scalar_erase else None
+    keys = common | dict(
+        q=x.q, k=x.k, G=gated.G, far=gated.far, s=s, ds=ds, dq=out.q, dk=out.k, dg=out.g, db=out.erase,
         TOKENS=out.erase.stride(0) // p.HV if scalar_erase else 0,
         unit=state.unit(p), H=p.H, K=p.K,
         CHANNEL_DECAY=p.operator.decay is Gate.CHANNEL,
@@ -474,16 +467,24 @@ def write(
         LIMIT=exponent_limit(p),
     )  # fmt: skip
     grid = (chunks.count * p.HV * triton.cdiv(p.K, tiles.keys.BK),)
-    for far in reaches(p):
-        if tiles.keys_on_hopper and not far:
-            from rewy.backends.cuda import hopper_gradients  # needs Gluon
+    if tiles.chunks_on_hopper:
+        from rewy.backends.cuda import hopper_channels  # needs Gluon
 
-            hopper_gradients.keys(p, grid, common)
-            continue
+        hopper_channels.write(p, grid, keys | values | dict(db_values=values_erase))
+    else:
+        Launch(
+            score_gradients,
+            grid=(chunks.count * p.HV,),
+            args=common | values | dict(G=None if channel else gated.G, db=values_erase, BV=tiles.scores.BV),
+            num_warps=tiles.scores.warps,
+            num_stages=tiles.scores.stages,
+            maxnreg=tiles.scores.registers,
+        ).run()
+    for far in reaches(p)[tiles.chunks_on_hopper :]:
         Launch(
             key_gradients,
             grid,
-            args=common | dict(FAR=far, BK=tiles.keys.BK, BV=tiles.keys.BV),
+            args=keys | dict(FAR=far, BK=tiles.keys.BK, BV=tiles.keys.BV),
             num_warps=tiles.keys.warps,
             num_stages=tiles.keys.stages,
             maxnreg=tiles.keys.registers,

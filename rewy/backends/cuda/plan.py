@@ -62,8 +62,9 @@ class Plan:
     """The tiles of every kernel.
 
     `sequential` is for any pass over a sequence, and what `outputs`, `states` and `reverse` are where `hopper` does
-    not serve. `programs`: of `hopper_chunks`, that compute the gradients of all chunks; 0 where `gradients` does.
-    `keys_on_hopper`: by channel, chunks whose gates can be centred have their key gradients from `hopper_gradients`.
+    not serve. `programs`: of `hopper_rows`, that compute the gradients of all chunks; 0 where it does not.
+    `chunks_on_hopper`: by channel, chunks have their gradients from `hopper_channels`, but those of keys where gates
+    cannot be centred. `scores` and `keys` are for the rest.
     `parts`: of a sequence, that are walked side by side (`segments`, for K up to 128); `chain` is for their states.
     `spans`: of a sequence, that a backward takes one after the other (module `spans`); `stretches`: of a span, that its
     pass for S and U walks side by side.
@@ -79,7 +80,7 @@ class Plan:
     keys: Tiles
     chain: Tiles
     programs: int = 0
-    keys_on_hopper: bool = False
+    chunks_on_hopper: bool = False
     parts: int = 1
     spans: int = 1
     stretches: int = 1
@@ -98,7 +99,7 @@ class Plan:
             states=plain,
             reverse=plain,
             programs=0,
-            keys_on_hopper=False,
+            chunks_on_hopper=False,
             parts=1,
             stretches=1,
         )
@@ -183,7 +184,7 @@ def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
 
 
 def _fits_hopper(problem: Problem, limits: Limits) -> bool:
-    """Whether `hopper`, `hopper_chunks` and `hopper_gradients` can compute a problem on a device."""
+    """Whether `hopper`, `hopper_rows` and `hopper_channels` can compute a problem on a device."""
     p = problem
     rows = chunk_count(p) * p.HV * max(4 * p.chunk_size, p.K)
     return (
@@ -225,7 +226,7 @@ def _programs(problem: Problem, limits: Limits) -> int:
 
 def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
     """Passes as deep as shared memory allows, up to four chunks: a fifth gains nothing."""
-    from rewy.backends.cuda import hopper, hopper_chunks, hopper_gradients  # need Gluon
+    from rewy.backends.cuda import hopper, hopper_channels, hopper_rows  # need Gluon
 
     def pipeline(shared: Callable[[Problem, int], int]) -> Tiles | Pipeline:
         depths = (stages for stages in (4, 3, 2) if shared(problem, stages) <= limits.shared)
@@ -240,8 +241,8 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
         outputs=pipeline(partial(hopper.forward_shared, output=True, keep=not problem.recompute)),
         states=pipeline(partial(hopper.forward_shared, output=False, keep=True)),
         reverse=pipeline(hopper.reverse_shared),
-        programs=_programs(problem, limits) if hopper_chunks.shared(problem) <= limits.shared else 0,
-        keys_on_hopper=channel and problem.V in (64, 128, 256) and limits.shared >= hopper_gradients.SHARED,
+        programs=_programs(problem, limits) if hopper_rows.shared(problem) <= limits.shared else 0,
+        chunks_on_hopper=channel and problem.V in (64, 128, 256) and limits.shared >= hopper_channels.SHARED,
     )
 
 

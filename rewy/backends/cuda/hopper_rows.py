@@ -1,7 +1,7 @@
 """All gradients of a chunk in one kernel for Hopper, in Gluon: `gradients` without dA and dL going through memory.
 
-For gates with one number a row, of which one erases and writes. By channel two chunks at a time on a multiprocessor, as
-`hopper_gradients` has them, are faster.
+For gates with one number a row, of which one erases and writes. By channel two programs at a time on a multiprocessor,
+as `hopper_channels` has them, are faster.
 
 A program takes one chunk and head after another, whole. Eight warps compute, one more brings tiles and one takes them
 away. What belongs to values comes by tiles of 64 channels into one of two places, so that the next chunk's tiles are

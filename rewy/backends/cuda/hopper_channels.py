@@ -1,11 +1,12 @@
-"""Gradients of keys gated by channel for Hopper, in Gluon: `gradients.key_gradients` with every movement spelled out.
+"""All gradients of a chunk where keys are gated by channel, for Hopper, in Gluon: `gradients` in one kernel.
 
 A program takes a chunk and 64 key channels, whole tiles of it, of values up to 128 channels and then the next into
 the same places: the copy engine brings all of them at once, two programs share a multiprocessor, and while one waits
-the other computes. Tiles that the first products have used up hold what the next ones need. The formulas, and the
-care for dg, are those of `gradients`. The sums of dg run down the rows in registers, in fp32: each thread has the rows
-of two channels, and runs of 16 rows are joined through shared memory. Chunks whose gates are too far apart to be
-centred are left to the general form.
+the other computes. Each forms dA and dL for itself, which costs a product more and saves them the way through memory,
+and has a part of the rows of dv. Tiles that the first products have used up hold what the next ones need. The
+formulas, and the care for dg, are those of `gradients`. The sums of dg run down the rows in registers, in fp32: each
+thread has the rows of two channels, and runs of 16 rows are joined through shared memory. Where gates are too far apart
+to be centred, dA and dL are left in memory for the general form.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rewy.backends.cuda.gates import LOG2_E
-from rewy.backends.cuda.hopper_tiles import chunk, clear_tail, exp, store_rows, thread_barrier, tiled
+from rewy.backends.cuda.hopper_tiles import (
+    barriers,
+    chunk,
+    clear_tail,
+    exp,
+    store_rows,
+    thread_barrier,
+    tiled,
+)
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 
@@ -33,13 +42,6 @@ SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multipr
 # Sums of dg run over rows: of a tile in fp32 each of 128 threads holds so many rows of so many channels.
 RUN = gl.constexpr(16)
 RUN_CHANNELS = gl.constexpr(2)
-
-
-@gluon.jit
-def barrier():
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    return bar
 
 
 @gluon.jit
@@ -112,21 +114,68 @@ def side_by_side(b_x, b_y):
     return gl.join(b_x, b_y).permute((0, 2, 1)).reshape([b_x.shape[0], 2 * b_x.shape[1]])
 
 
+@gluon.jit
+def score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, again):
+    """What a tile of values adds to dA, which takes two digits of U, and dL."""
+    b_A = warpgroup_mma(do_s, u_s.permute((1, 0)), b_A, use_acc=again, is_async=True)
+    b_A = warpgroup_mma(do_s, u2_s.permute((1, 0)), b_A, is_async=True)
+    b_L = warpgroup_mma(dr_s, u_s.permute((1, 0)), b_L, use_acc=again, is_async=True)
+    return b_A, b_L
+
+
+@gluon.jit
+def value_gradients(
+    v, b, w, dr, dv, dw, db, i_g, i_ch, first, rows, HV,
+    ROWS: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """dv and what the write gate has of it, of ROWS rows of a chunk from `first` on."""
+    BV: gl.constexpr = min(V, 128)
+    line: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [gl.num_warps(), 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, line)
+    o_t = first + gl.arange(0, ROWS, by_row)
+    o_v = gl.arange(0, BV, gl.SliceLayout(0, line))
+    m_t = o_t < rows
+    m_tv = gl.expand_dims(m_t, 1)
+    o_hv = o_t[:, None] * (HV * V) + o_v[None, :]
+    v, dv = v + i_g * V, dv + i_g * V
+    dr += i_ch.to(gl.int64) * BT * V
+    if w is None:
+        b_w = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1)
+        b_db = gl.zeros([ROWS], gl.float32, by_row)
+    else:
+        w, dw = w + i_g * V, dw + i_g * V
+    for i_v in gl.static_range(0, V, BV):
+        b_v = gl.load(v + i_v + o_hv, mask=m_tv, other=0.0)
+        b_dr = gl.load(dr + i_v + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
+        if w is None:
+            b_db += gl.sum(b_v * b_dr, 1)
+        else:
+            b_w = gl.load(w + i_v + o_hv, mask=m_tv, other=0.0)
+            store_rows(dw + i_v + o_hv, b_v * b_dr, m_t)
+        store_rows(dv + i_v + o_hv, b_w * b_dr, m_t)
+    if w is None:
+        gl.store(db + i_g + o_t * HV, b_db, mask=m_t)
+
+
 @gluon.jit(do_not_specialize=["T", "TOKENS"])
-def channel_keys(
+def channel_chunks(
     # inputs and outputs
     q,
     k,
     do,
     u,
+    u2,
     dr,
     s,
     ds,
-    dA,
-    dL,
+    v,
     b,
+    w,
     G,
     far,
+    p_dr,
+    dA,
+    dL,
     diagonal,
     dq,
     dk,
@@ -134,8 +183,11 @@ def channel_keys(
     dg_tiles,
     p_dq,
     p_dk,
+    dv,
     dg,
     db,
+    db_values,
+    dw,
     table,
     # sizes
     scale,
@@ -170,35 +222,38 @@ def channel_keys(
 
     q_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
     k_s = gl.allocate_shared_memory(dtype, [BT, BK], tile)
-    A_s = gl.allocate_shared_memory(dtype, [BT, BT], dA.layout)
-    L_s = gl.allocate_shared_memory(dtype, [BT, BT], dL.layout)
     # each has room for two tiles of keys, or one in fp32, which will take its place
     do_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
     dr_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
     u_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
+    u2_m = gl.allocate_shared_memory(dtype, [BT, 2 * BK], tile)
+    s_m = gl.allocate_shared_memory(dtype, [BK, 2 * BK], tile)
     ds_m = gl.allocate_shared_memory(dtype, [BK, 2 * BK], tile)
     do_s = do_m._reinterpret(dtype, [BT, BV], do.layout)
     dr_s = dr_m._reinterpret(dtype, [BT, BV], dr.layout)
     u_s = u_m._reinterpret(dtype, [BT, BV], u.layout)
+    u2_s = u2_m._reinterpret(dtype, [BT, BV], u2.layout)
+    s_s = s_m._reinterpret(dtype, [BK, BV], s.layout)
     ds_s = ds_m._reinterpret(dtype, [BK, BV], ds.layout)
-    s_s = gl.allocate_shared_memory(dtype, [BK, BV], s.layout)
     ss_s = gl.allocate_shared_memory(gl.float32, [BK], row)
     # one for each tile: threads need not meet between two copies
-    has_k, has_q, has_s, has_do, has_dr = barrier(), barrier(), barrier(), barrier(), barrier()
-    has_A, has_L, has_u, has_ds = barrier(), barrier(), barrier(), barrier()
+    has = barriers(8)
+    has_k, has_q, has_s, has_ds = has.index(0), has.index(1), has.index(2), has.index(3)
+    has_do, has_dr, has_u, has_u2 = has.index(4), has.index(5), has.index(6), has.index(7)
     fence_async_shared()
     thread_barrier()
+    mbarrier.expect(has_u, 2 * BT * BV)
+    mbarrier.expect(has_u2, 2 * BT * BV)
+    mbarrier.expect(has_dr, 2 * BT * BV)
+    mbarrier.expect(has_do, 2 * BT * BV)
+    mbarrier.expect(has_s, 2 * BK * BV)
+    mbarrier.expect(has_ds, 2 * BK * BV)
     mbarrier.expect(has_k, 2 * BT * BK)
     mbarrier.expect(has_q, 2 * BT * BK)
-    mbarrier.expect(has_s, 2 * BK * BV)
-    mbarrier.expect(has_do, 2 * BT * BV)
-    mbarrier.expect(has_dr, 2 * BT * BV)
-    mbarrier.expect(has_A, 2 * BT * BT)
-    mbarrier.expect(has_L, 2 * BT * BT)
-    mbarrier.expect(has_u, 2 * BT * BV)
-    mbarrier.expect(has_ds, 2 * BK * BV)
-    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], has_s, s_s)
+    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], has_u, u_s)
     tma.async_copy_global_to_shared(dr, [i_ch * BT, 0], has_dr, dr_s)
+    tma.async_copy_global_to_shared(u2, [i_ch * BT, 0], has_u2, u2_s)
+    tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, 0], has_s, s_s)
     thread_barrier()  # or the compiler puts these off to what follows
     # what takes divisions to find
     i_c, i_hv = i_ch // HV, i_ch % HV
@@ -207,22 +262,60 @@ def channel_keys(
     else:
         i_h = i_hv // (HV // H)
     start, rows = chunk(table, i_c, T, BT)
+    tma.async_copy_global_to_shared(do, [start, i_hv * V], has_do, do_s)
     tma.async_copy_global_to_shared(k, [start, i_h * K + i_k * BK], has_k, k_s)
     tma.async_copy_global_to_shared(q, [start, i_h * K + i_k * BK], has_q, q_s)
-    tma.async_copy_global_to_shared(do, [start, i_hv * V], has_do, do_s)
-    tma.async_copy_global_to_shared(u, [i_ch * BT, 0], has_u, u_s)
     tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], has_ds, ds_s)
-    tma.async_copy_global_to_shared(dA, [i_ch * BT, 0], has_A, A_s)
-    tma.async_copy_global_to_shared(dL, [i_ch * BT, 0], has_L, L_s)
 
-    # meanwhile: gates, as they lie in memory
+    # meanwhile: values, and gates, as they lie in memory
+    i_g = start.to(gl.int64) * HV + i_hv
+    value_gradients(v, b, w, p_dr, dv, dw, db_values, i_g, i_ch, i_k * (BT // NK), rows, HV, BT // NK, V, BT)
     o_t = gl.arange(0, BT, by_row)
     o_j = gl.arange(0, BT, by_column)
     o_k = i_k * BK + gl.arange(0, BK, by_column)
     m_t = o_t < rows
-    i_g = start.to(gl.int64) * HV + i_hv
     o_hk = o_t[:, None] * (HV * K) + o_k[None, :]
     p_G = G + i_ch.to(gl.int64) * BT * K
+
+    # all but the last tile of values
+    zeros = gl.zeros([BT, BK], gl.float32, acc)
+    b_A, b_L = zeros, zeros
+    b_dq, b_E, b_dk = zeros, zeros, zeros
+    b_sum = gl.zeros([BK], gl.float32, by_row)
+    NV: gl.constexpr = V // BV
+    for i_v in gl.static_range(NV - 1):
+        mbarrier.wait(has_do, i_v % 2)
+        mbarrier.wait(has_dr, i_v % 2)
+        mbarrier.wait(has_u, i_v % 2)
+        mbarrier.wait(has_u2, i_v % 2)
+        if rows < BT:
+            clear_tail(do_s, rows)
+            fence_async_shared()
+            thread_barrier()
+        mbarrier.wait(has_s, i_v % 2)
+        mbarrier.wait(has_ds, i_v % 2)
+        b_A, b_L = score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, i_v > 0)
+        b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=i_v > 0, is_async=True)
+        b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=i_v > 0, is_async=True)
+        b_ss = warpgroup_mma(s_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=i_v > 0, is_async=True)
+        b_A, b_L, b_dq, b_E, b_ss, b_dk = warpgroup_mma_wait(0, (b_A, b_L, b_dq, b_E, b_ss, b_dk))
+        thread_barrier()
+        o_v = (i_v + 1) * BV
+        mbarrier.expect(has_u, 2 * BT * BV)
+        mbarrier.expect(has_u2, 2 * BT * BV)
+        mbarrier.expect(has_dr, 2 * BT * BV)
+        mbarrier.expect(has_do, 2 * BT * BV)
+        mbarrier.expect(has_s, 2 * BK * BV)
+        mbarrier.expect(has_ds, 2 * BK * BV)
+        tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], has_u, u_s)
+        tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], has_dr, dr_s)
+        tma.async_copy_global_to_shared(u2, [i_ch * BT, o_v], has_u2, u2_s)
+        tma.async_copy_global_to_shared(do, [start, i_hv * V + o_v], has_do, do_s)
+        tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, o_v], has_s, s_s)
+        tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, o_v], has_ds, ds_s)
+        b_sum += gl.sum(gl.where(o_t[:, None] == o_j[None, :], b_ss, 0.0), 1)
+    LAST: gl.constexpr = (NV - 1) % 2
     b_G = gl.load(gl.expand_dims(p_G + o_k, 0) + o_t[:, None] * K)
     b_c = gl.load(p_G + o_k + (BT // 2) * K) * LOG2_E
     is_far = gl.load(far + i_ch * NK + i_k) != 0
@@ -230,59 +323,47 @@ def channel_keys(
         b_b = gl.load(b + i_g * K + o_hk, mask=m_t[:, None], other=0.0)
     else:
         b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
-    b_a = gl.expand_dims(gl.load(diagonal + i_ch.to(gl.int64) * BT + o_t), 1)
 
+    # the scores' gradients
+    mbarrier.wait(has_do, LAST)
+    mbarrier.wait(has_dr, LAST)
+    mbarrier.wait(has_u, LAST)
+    mbarrier.wait(has_u2, LAST)
+    if rows < BT:
+        clear_tail(do_s, rows)
+        fence_async_shared()
+        thread_barrier()
+    b_A, b_L = score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, NV > 1)
+    b_A, b_L = warpgroup_mma_wait(0, (b_A, b_L))
+    thread_barrier()
+    b_A = b_A * scale
+    b_a = gl.sum(gl.where(o_t[:, None] == o_j[None, :], b_A, 0.0), 1)
+    m_low = o_t[:, None] > o_j[None, :]
+    A_16 = gl.where(m_low, b_A, 0.0).to(dtype)
+    L_16 = gl.where(m_low, -b_L, 0.0).to(dtype)
+    mbarrier.wait(has_s, LAST)
     mbarrier.wait(has_k, 0)
     mbarrier.wait(has_q, 0)
     if is_far:
-        mbarrier.wait(has_s, 0)
-        mbarrier.wait(has_do, 0)
-        mbarrier.wait(has_dr, 0)
-        mbarrier.wait(has_A, 0)
-        mbarrier.wait(has_L, 0)
-        mbarrier.wait(has_u, 0)
-        mbarrier.wait(has_ds, 0)
+        mbarrier.wait(has_ds, LAST)
+        o_c = o_t[:, None] * BT + o_j[None, :]
+        gl.store(dA + i_ch.to(gl.int64) * (BT * BT) + o_c, A_16)
+        gl.store(dL + i_ch.to(gl.int64) * (BT * BT) + o_c, L_16)
+        gl.store(diagonal + i_ch.to(gl.int64) * BT + o_t, b_a)
         return
+    A_s = u2_m._reinterpret(dtype, [2, BT, BT], tile).index(0)
+    L_s = u2_m._reinterpret(dtype, [2, BT, BT], tile).index(1)
+    u2_m.store(side_by_side(A_16, L_16))
+    b_a = gl.expand_dims(b_a, 1)
+
+    # what passes through the state before the chunk: [BT,BK]
     if rows < BT:
         clear_tail(q_s, rows)
         clear_tail(k_s, rows)
         fence_async_shared()
         thread_barrier()
-    # all but the last tile of values
-    zeros = gl.zeros([BT, BK], gl.float32, acc)
-    b_dq, b_E, b_dk = zeros, zeros, zeros
-    b_sum = gl.zeros([BK], gl.float32, by_row)
-    NV: gl.constexpr = V // BV
-    for i_v in gl.static_range(NV - 1):
-        mbarrier.wait(has_s, i_v % 2)
-        mbarrier.wait(has_do, i_v % 2)
-        mbarrier.wait(has_dr, i_v % 2)
-        mbarrier.wait(has_u, i_v % 2)
-        mbarrier.wait(has_ds, i_v % 2)
-        if rows < BT:
-            clear_tail(do_s, rows)
-            fence_async_shared()
-            thread_barrier()
-        b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=i_v > 0, is_async=True)
-        b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=i_v > 0, is_async=True)
-        b_ss = warpgroup_mma(s_s, ds_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        b_dk = warpgroup_mma(u_s, ds_s.permute((1, 0)), b_dk, use_acc=i_v > 0, is_async=True)
-        b_dq, b_E, b_ss, b_dk = warpgroup_mma_wait(0, (b_dq, b_E, b_ss, b_dk))
-        thread_barrier()
-        o_v = (i_v + 1) * BV
-        mbarrier.expect(has_s, 2 * BK * BV)
-        mbarrier.expect(has_do, 2 * BT * BV)
-        mbarrier.expect(has_dr, 2 * BT * BV)
-        mbarrier.expect(has_u, 2 * BT * BV)
-        mbarrier.expect(has_ds, 2 * BK * BV)
-        tma.async_copy_global_to_shared(s, [i_ch * K + i_k * BK, o_v], has_s, s_s)
-        tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], has_dr, dr_s)
-        tma.async_copy_global_to_shared(do, [start, i_hv * V + o_v], has_do, do_s)
-        tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], has_u, u_s)
-        tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, o_v], has_ds, ds_s)
-        b_sum += gl.sum(gl.where(o_t[:, None] == o_j[None, :], b_ss, 0.0), 1)
-    LAST: gl.constexpr = (NV - 1) % 2
-
+    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=NV > 1, is_async=True)
+    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=NV > 1, is_async=True)
     b_k = wide(k_s.load(acc))
     b_e = b_G * LOG2_E - gl.expand_dims(b_c, 0)
     b_p, b_n = gl.exp2(b_e), gl.exp2(-b_e)
@@ -293,16 +374,6 @@ def channel_keys(
     else:
         b_kp = (b_b * b_k * b_p).to(dtype)
     b_f = gl.expand_dims(gl.exp2(b_c), 0)
-    # what passes through the state before the chunk: [BT,BK]
-    mbarrier.wait(has_s, LAST)
-    mbarrier.wait(has_do, LAST)
-    mbarrier.wait(has_dr, LAST)
-    if rows < BT:
-        clear_tail(do_s, rows)
-        fence_async_shared()
-        thread_barrier()
-    b_dq = warpgroup_mma(do_s, s_s.permute((1, 0)), b_dq, use_acc=NV > 1, is_async=True)
-    b_E = warpgroup_mma(dr_s, s_s.permute((1, 0)), b_E, use_acc=NV > 1, is_async=True)
     b_dq, b_E = warpgroup_mma_wait(0, (b_dq, b_E))
     thread_barrier()
     KEEP_ERASE: gl.constexpr = CHANNEL_ERASE and b.dtype.element_ty == dtype
@@ -319,9 +390,6 @@ def channel_keys(
     b_E = b_E * -b_f
 
     # ... through the state after it, and between its rows on top of the former
-    mbarrier.wait(has_A, 0)
-    mbarrier.wait(has_L, 0)
-    mbarrier.wait(has_u, LAST)
     mbarrier.wait(has_ds, LAST)
     fence_async_shared()
     thread_barrier()
@@ -338,19 +406,22 @@ def channel_keys(
     # of S dS^T the diagonal
     b_ss = gl.where(o_t[:, None] == o_j[None, :], b_ss, 0.0)
     b_dk = b_dk * gl.expand_dims(exp(b_Gl - b_c), 0)
-    b_n = reciprocal(b_p)
     thread_barrier()
     gi_s = u_m._reinterpret(gl.float32, [BT, BK], wide_tile)
     go_s = ds_m._reinterpret(gl.float32, [BT, BK], wide_tile)
     ss_s.store(b_sum + gl.sum(b_ss, 1))
-    go_s.store(wide(k_s.load(acc)) * (b_dk * b_n))
+    go_s.store(wide(k_s.load(acc)) * (b_dk * reciprocal(b_p)))
+    p_s = s_m._reinterpret(gl.float32, [BT, BK], wide_tile)
+    p_s.store(b_p)
     b_dq, b_E, b_x = warpgroup_mma_wait(0, (b_dq, b_E, b_x))
     b_gi = wide(qp_s.load(acc)) * b_dq + wide(kp_s.load(acc)) * b_E
     b_gi -= wide(kn_s.load(acc)) * b_x
     gi_s.store(b_gi)
+    b_p = p_s.load(acc)
     b_dq = b_dq * b_p
     b_E = b_E * b_p
-    b_dk = (b_dk + b_x) * b_n
+    b_dk = (b_dk + b_x) * reciprocal(b_p)
+    thread_barrier()
     b_k = wide(k_s.load(acc))
     b_dq = b_dq + b_a * b_k
     if KEEP_ERASE:
@@ -387,6 +458,9 @@ def channel_keys(
 
     # rows in runs: sums within each, then what other runs have
     BLOCKS: gl.constexpr = BT // RUN
+    o_r = gl.arange(0, BT, gl.SliceLayout(1, run))
+    o_c = gl.arange(0, BK, gl.SliceLayout(0, run))
+    b_e = exp(gl.load(p_G + i_k * BK + o_c + (BT - 1) * K))
     b_go = go_s.load(run)
     b_in = running(gi_s.load(run), FROM_ROW)
     b_out = running(b_go, BEFORE_ROW)
@@ -397,9 +471,6 @@ def channel_keys(
     in_s.store(end_of_runs(b_in, False))
     out_s.store(end_of_runs(b_out, True) + end_of_runs(b_go, True))
     thread_barrier()
-    o_r = gl.arange(0, BT, gl.SliceLayout(1, run))
-    o_c = gl.arange(0, BK, gl.SliceLayout(0, run))
-    b_e = exp(gl.load(p_G + i_k * BK + o_c + (BT - 1) * K))
     b_ends = gl.expand_dims(b_e * ss_s.load(gl.SliceLayout(0, run)), 0)
     in_s = A_s._reinterpret(gl.float32, [BLOCKS, BK], row)
     out_s = L_s._reinterpret(gl.float32, [BLOCKS, BK], row)
@@ -426,15 +497,17 @@ def channel_keys(
     do_m._keep_alive()
     dr_m._keep_alive()
     u_m._keep_alive()
-    s_s._keep_alive()
+    s_m._keep_alive()
     ds_m._keep_alive()
-    A_s._keep_alive()
-    L_s._keep_alive()
+    u2_m._keep_alive()
 
 
-def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
-    """The gradients of keys and gates of all chunks that can be centred: `made` is what `key_gradients` takes."""
-    p, C, dg, db = problem, problem.chunk_size, made["dg"], made["db"]
+def write(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
+    """All gradients of chunks that can be centred, and of the rest what `key_gradients` takes or leaves to others.
+
+    `made` is what `gradients` has for both of its kernels, with u2, db_values and, of the write gate, w and dw.
+    """
+    p, dg, db = problem, made["dg"], made["db"]
     general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", "LIMIT", "unit")
     BV = min(p.V, 128)
     copied = p.group == 1  # else dq and dk are parts in fp32, which no tile holds
@@ -442,12 +515,12 @@ def keys(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
         q=tiled(made["q"], p.H * p.K),
         k=tiled(made["k"], p.H * p.K),
         do=tiled(made["do"], p.HV * p.V, columns=BV),
-        **{name: tiled(made[name], p.V, columns=BV) for name in ("u", "dr", "s", "ds")},
-        **{name: tiled(made[name], C) for name in ("dA", "dL")},
+        **{name: tiled(made[name], p.V, columns=BV) for name in ("u", "u2", "dr", "s", "ds")},
         **{name: tiled(made[name], p.HV * p.K) if copied else None for name in ("dq", "dk")},
+        p_dr=made["dr"],
         p_dq=made["dq"],
         p_dk=made["dk"],
         db_tiles=tiled(db, p.HV * p.K) if made["CHANNEL_ERASE"] and db.dtype is p.dtype else None,
         dg_tiles=tiled(dg, p.HV * p.K) if dg.dtype is torch.float32 else None,
     )
-    Launch(channel_keys, grid, args).run()
+    Launch(channel_chunks, grid, args).run()
