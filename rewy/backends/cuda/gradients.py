@@ -420,7 +420,7 @@ def far_key_gradients(
     if some_far(far, TILES, K, BK):
         first = tl.program_id(0)
         # what all tiles have in common would take registers for itself
-        for i in tl.range(0, TILES - first, tl.num_programs(0), disable_licm=True):
+        for i in range(0, TILES - first, tl.num_programs(0)):
             i_k, i_ch = (first + i) % NK, (first + i) // NK
             _, rows = chunk_rows(table, i_ch // HV, T, BT)
             if (rows > 0) & tile_is_far(far, i_ch.to(tl.int64), i_k, K, BK):

@@ -250,7 +250,7 @@ def far_pair_scores(
     if some_far(far, TILES, K, K):
         first = tl.program_id(0)
         # what all tiles have in common would take registers for itself
-        for i in tl.range(0, TILES - first, tl.num_programs(0), disable_licm=True):
+        for i in range(0, TILES - first, tl.num_programs(0)):
             i_ch = first + i
             _, rows = chunk_rows(table, i_ch // HV, T, BT)
             if (rows > 0) & is_far(far, i_ch.to(tl.int64), K):
@@ -308,6 +308,6 @@ def scores(
             ),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            maxnreg=tiles.registers,
+            maxnreg=255 if far else tiles.registers,
         ).run()  # fmt: skip
     return A, Ti
