@@ -82,7 +82,7 @@ KINDS = {
 
 def moved(launch: Launch) -> int:
     """Bytes of all tensors of a launch: what has to come and go at least, were each met once."""
-    if launch.name.startswith("far_"):
+    if launch.args.get("FAR"):
         return 0
     args = {name: arg for name, arg in launch.args.items() if name not in UNUSED.get(launch.name, ())}
     tensors = {id(t): t for arg in args.values() if isinstance(t := getattr(arg, "base", arg), Tensor)}
@@ -94,7 +94,7 @@ def multiplied(launch: Launch, problem: Problem) -> int:
     kind = KINDS.get(launch.name, launch.name)
     if kind == "states" and launch.args.get("o") is not None:
         kind = "outputs"
-    if kind not in PRODUCTS:
+    if kind not in PRODUCTS or launch.args.get("FAR"):
         return 0
     C, K, V = problem.chunk_size, problem.K, problem.V
     sizes = dict(Ti=C * C, dA=C * C, ds=K * V)  # of [chunks,heads,...]
@@ -111,7 +111,8 @@ def report(title: str, problem: Problem, run: Callable[[], object], limits: dict
     rows: dict[str, list[float]] = {}
     # In their order each finds its inputs computed by those before it.
     for launch in launches:
-        row = rows.setdefault(launch.name, [0.0, 0.0, 0.0])
+        name = launch.name + (" (far gates)" if launch.args.get("FAR") else "")
+        row = rows.setdefault(name, [0.0, 0.0, 0.0])
         for i, figure in enumerate(
             (milliseconds(launch.run), moved(launch) / 1e9, multiplied(launch, problem) / 1e9)
         ):

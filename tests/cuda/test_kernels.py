@@ -12,10 +12,10 @@ import triton
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from rewy.backends.cuda import gates, pairs
+from rewy.backends.cuda import gates
 from rewy.backends.cuda.backend import CudaBackend
 from rewy.backends.cuda.chunks import chunk_count, chunks_of
-from rewy.backends.cuda.plan import HOPPER, Limits, Plan, limits_of, plan
+from rewy.backends.cuda.plan import HOPPER, Limits, Plan, plan
 from rewy.problem import OPERATORS, Gradients, Operands, Options, Problem, problem_of
 from rewy.testing import Case, budgets, errors, exact, leaves, make
 
@@ -278,65 +278,6 @@ def test_a_tile_of_channels_has_one_verdict_on_far_gates(
         verdicts = triton.cdiv(K, gates.FAR_CHANNELS.value)
         assert triton.cdiv(K, tiles.gates.BK) == verdicts
         assert gates.FAR_CHANNELS.value % tiles.keys.BK == 0
-
-
-def test_programs_for_far_gates_have_all_tiles() -> None:
-    """Few enough each that one load asks all their verdicts, and enough programs wherever there are the tiles."""
-    most, least = pairs.FAR_TILES.value, pairs.FAR_PROGRAMS
-    for tiles in (
-        0,
-        1,
-        2,
-        77,
-        least,
-        2 * least - 1,
-        2 * least,
-        2 * least + 1,
-        16384,
-        most * least + 1,
-        10**6,
-    ):
-        programs = pairs.far_programs(tiles)
-        assert min(tiles, least) <= programs <= tiles <= programs * most
-        assert programs == tiles or programs % 2
-    assert pairs.far_programs(16384) < 16384 // 10
-
-
-@pytest.mark.parametrize(
-    "operator, lengths", [("kda", None), ("gdn2", (0, 33, 16, 0, 1, 40))], ids=["dense", "packed"]
-)
-def test_far_and_near_tiles_of_one_program(
-    operator: str, lengths: tuple[int, ...] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many tiles a program for far gates has, and wherever the far ones lie, no bit changes."""
-    case = replace(SMALL, operator=operator, T=100, K=80, lengths=lengths)
-    x, do, dht = make(case)
-    C, (starts, ends) = case.chunk_size, ((0, 33, 49, 50), (33, 49, 50, 90)) if lengths else ((0,), (100,))
-    firsts = [i for start, end in zip(starts, ends, strict=True) for i in range(start, end, C)]
-    for i in range(1, len(firsts), 2):  # one head has its first channels far, the other all
-        end = min(firsts[i] + C, *(e for e in ends if e > firsts[i]))
-        x.g[:, firsts[i] : end, 0, :64] -= 25.0
-        x.g[:, firsts[i] : end, 1] -= 25.0
-
-    on_device = leaves(x, device)
-    problem = problem_of(on_device, Options(1.0, C, True, "rewy"))
-    tiles, chunks = plan(problem, limits_of(device)), chunks_of(problem, on_device)
-    far = gates.gated(problem, on_device, chunks, tiles.gates).far[: len(firsts)].flatten(0, 1) != 0
-    channels = torch.arange(0, case.K, tiles.keys.BK) // gates.FAR_CHANNELS.value
-    verdicts = [far.any(1).tolist(), far[:, channels.to(far.device)].flatten().tolist()]
-
-    alone = results(case, device, x, do, dht)
-    found = errors(alone, exact(x, do, dht, case.scale))
-    assert all(e <= F32 for e in found.values()), found
-    for least, uneven in (1, False), (4, True):
-        monkeypatch.setattr(pairs, "FAR_PROGRAMS", least)
-        for of_tiles in verdicts:
-            count = len(of_tiles) // len(firsts) * chunks.count
-            programs = pairs.far_programs(count)
-            assert programs < count and uneven == (count % programs != 0)
-            assert any({*of_tiles[i::programs]} == {True, False} for i in range(programs))
-        shared = results(case, device, x, do, dht)
-        assert all(torch.equal(t, shared[name]) for name, t in alone.items())
 
 
 def test_the_planner_can_be_replaced(device: torch.device) -> None:

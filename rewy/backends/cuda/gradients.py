@@ -44,7 +44,7 @@ from rewy.backends.cuda import state
 from rewy.backends.cuda.chunks import Chunks, chunk_rows
 from rewy.backends.cuda.gates import FAR_CHANNELS, LOG2_E, Gated, by_channel, exp, exponent_limit
 from rewy.backends.cuda.launch import Launch
-from rewy.backends.cuda.pairs import centred, far_programs, precision, reaches, some_far
+from rewy.backends.cuda.pairs import centred, precision, reaches
 from rewy.backends.cuda.plan import Plan
 from rewy.problem import Gate, Gradients, Operands, Problem
 
@@ -159,16 +159,6 @@ def score_gradients(
     tl.store(dL + o_c, b_L.to(dL.dtype.element_ty))
 
 
-@triton.jit
-def tile_is_far(far, i_ch, i_k, K: tl.constexpr, BK: tl.constexpr):
-    """Whether some channel of a tile of keys cannot be centred on its chunk's middle row."""
-    tl.static_assert(
-        FAR_CHANNELS % BK == 0 or K <= FAR_CHANNELS, "a tile of keys has one verdict of its gates"
-    )
-    NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
-    return tl.load(far + i_ch * NF + i_k * BK // FAR_CHANNELS) != 0
-
-
 @triton.jit(do_not_specialize=["T", "TOKENS"])
 def key_gradients(
     # inputs and outputs
@@ -197,7 +187,6 @@ def key_gradients(
     TOKENS,
     H,
     HV,
-    tile,
     K: tl.constexpr,
     V: tl.constexpr,
     # meta
@@ -213,16 +202,13 @@ def key_gradients(
 ):
     NK: tl.constexpr = (K + BK - 1) // BK
     CENTRED: tl.constexpr = BY_CHANNEL and not FAR
-    i = tl.program_id(0) if tile is None else tile
-    i_k = i % NK
-    i_ch = i // NK
+    i_k = tl.program_id(0) % NK
+    i_ch = tl.program_id(0) // NK
     i_c, i_hv = i_ch // HV, i_ch % HV
     i_h = i_hv // (HV // H)
     start, rows = chunk_rows(table, i_c, T, BT)
-    # `far_key_gradients` asks before it calls, for nothing returns from inside a loop
-    if not FAR:  # noqa: SIM102  (known when it compiles, the other when it runs)
-        if rows == 0:
-            return
+    if rows == 0:
+        return
     o_t = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
     m_t = o_t < rows
@@ -232,9 +218,12 @@ def key_gradients(
     if BY_CHANNEL:
         G += i_ch * BT * K
         p_G = G + o_k
-        if not FAR:  # noqa: SIM102
-            if tile_is_far(far, i_ch, i_k, K, BK):
-                return
+        tl.static_assert(
+            FAR_CHANNELS % BK == 0 or K <= FAR_CHANNELS, "a tile of keys has one verdict of its gates"
+        )
+        NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
+        if (tl.load(far + i_ch * NF + i_k * BK // FAR_CHANNELS) != 0) != FAR:
+            return
     else:
         G += i_ch * BT
     # from the chunk's first row, in 32 bits
@@ -374,63 +363,6 @@ def key_gradients(
         tl.store(dg + o_t * HV, b_dg, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["T", "TOKENS", "TILES"])
-def far_key_gradients(
-    # inputs and outputs
-    q,
-    k,
-    b,
-    G,
-    far,
-    do,
-    u,
-    dr,
-    s,
-    ds,
-    dA,
-    dL,
-    diagonal,
-    dq,
-    dk,
-    dg,
-    db,
-    table,
-    # sizes
-    scale,
-    unit,
-    T,
-    TOKENS,
-    H,
-    HV,
-    TILES,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    # meta
-    BY_CHANNEL: tl.constexpr,
-    CHANNEL_DECAY: tl.constexpr,
-    CHANNEL_ERASE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
-    """`key_gradients` of those of this program's tiles that are far."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    if some_far(far, TILES, K, BK):
-        first = tl.program_id(0)
-        # what all tiles have in common would take registers for itself
-        for i in range(0, TILES - first, tl.num_programs(0)):
-            i_k, i_ch = (first + i) % NK, (first + i) // NK
-            _, rows = chunk_rows(table, i_ch // HV, T, BT)
-            if (rows > 0) & tile_is_far(far, i_ch.to(tl.int64), i_k, K, BK):
-                key_gradients(
-                    q, k, b, G, far, do, u, dr, s, ds, dA, dL, diagonal, dq, dk, dg, db, table,
-                    scale, unit, T, TOKENS, H, HV, first + i, K, V,
-                    BY_CHANNEL, CHANNEL_DECAY, CHANNEL_ERASE, True, LIMIT, PRECISION, BT, BK, BV,
-                )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["SIZE", "RUN"])
 def sum_parts(
     # inputs and outputs
@@ -534,11 +466,11 @@ def write(
         CHANNEL_ERASE=p.operator.erase is Gate.CHANNEL,
         LIMIT=exponent_limit(p),
     )  # fmt: skip
-    count = chunks.count * p.HV * triton.cdiv(p.K, tiles.keys.BK)
+    grid = (chunks.count * p.HV * triton.cdiv(p.K, tiles.keys.BK),)
     if tiles.chunks_on_hopper:
         from rewy.backends.cuda import hopper_channels  # needs Gluon
 
-        hopper_channels.write(p, (count,), keys | values | dict(db_values=values_erase))
+        hopper_channels.write(p, grid, keys | values | dict(db_values=values_erase))
     else:
         Launch(
             score_gradients,
@@ -550,11 +482,9 @@ def write(
         ).run()
     for far in reaches(p)[tiles.chunks_on_hopper :]:
         Launch(
-            far_key_gradients if far else key_gradients,
-            grid=(far_programs(count) if far else count,),
-            args=keys
-            | dict(BK=tiles.keys.BK, BV=tiles.keys.BV)
-            | (dict(TILES=count) if far else dict(tile=None, FAR=False)),
+            key_gradients,
+            grid,
+            args=keys | dict(FAR=far, BK=tiles.keys.BK, BV=tiles.keys.BV),
             num_warps=tiles.keys.warps,
             num_stages=tiles.keys.stages,
             maxnreg=tiles.keys.registers,

@@ -23,11 +23,6 @@ from rewy.backends.cuda.launch import Launch
 from rewy.backends.cuda.plan import Tiles
 from rewy.problem import Gate, Operands, Problem
 
-# Tiles of a program for far gates, at most: it asks all their verdicts at once.
-FAR_TILES = tl.constexpr(32)
-# Programs for far gates, at least, where there are as many tiles: eight a multiprocessor.
-FAR_PROGRAMS = 8 * 132
-
 
 @triton.jit
 def is_far(far, i_ch, K: tl.constexpr):
@@ -35,19 +30,6 @@ def is_far(far, i_ch, K: tl.constexpr):
     NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
     o_f = tl.arange(0, triton.next_power_of_2(NF))
     return tl.max(tl.load(far + i_ch * NF + o_f, mask=o_f < NF, other=0), 0) != 0
-
-
-@triton.jit
-def some_far(far, TILES, K: tl.constexpr, BK: tl.constexpr):
-    """Whether any of this program's tiles is far, or has no rows: then nobody wrote the verdict on it."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    NF: tl.constexpr = (K + FAR_CHANNELS - 1) // FAR_CHANNELS
-    o_i = tl.program_id(0) + tl.arange(0, FAR_TILES) * tl.num_programs(0)
-    p_far = far + (o_i // NK).to(tl.int64) * NF + o_i % NK * BK // FAR_CHANNELS
-    b_far = tl.zeros([FAR_TILES], dtype=tl.int32)
-    for i_f in tl.static_range((BK + FAR_CHANNELS - 1) // FAR_CHANNELS):
-        b_far |= tl.load(p_far + i_f, mask=o_i < TILES, other=0)
-    return tl.max(b_far, 0) != 0
 
 
 @triton.jit
@@ -157,7 +139,6 @@ def pair_scores(
     T,
     H,
     HV,
-    tile,
     K: tl.constexpr,
     # meta
     BY_CHANNEL: tl.constexpr,
@@ -168,17 +149,15 @@ def pair_scores(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    i_ch = tl.program_id(0) if tile is None else tile
+    i_ch = tl.program_id(0)
     i_c, i_hv = i_ch // HV, i_ch % HV
     i_h = i_hv // (HV // H)
     start, rows = chunk_rows(table, i_c, T, BT)
-    # `far_pair_scores` asks before it calls, for nothing returns from inside a loop
-    if not FAR:  # noqa: SIM102  (known when it compiles, the other when it runs)
-        if rows == 0:
-            return
+    if rows == 0:
+        return
     i_ch = i_ch.to(tl.int64)
-    if BY_CHANNEL and not FAR:  # noqa: SIM102
-        if is_far(far, i_ch, K):
+    if BY_CHANNEL:  # noqa: SIM102  (known when it compiles, the other when it runs)
+        if is_far(far, i_ch, K) != FAR:
             return
     o_t = tl.arange(0, BT)
     m_t = o_t < rows
@@ -220,46 +199,6 @@ def pair_scores(
     tl.store(Ti + o_c, b_T.to(Ti.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["T", "TILES"])
-def far_pair_scores(
-    # inputs and outputs
-    q,
-    k,
-    b,
-    G,
-    far,
-    A,
-    Ti,
-    table,
-    # sizes
-    scale,
-    T,
-    H,
-    HV,
-    TILES,
-    K: tl.constexpr,
-    # meta
-    BY_CHANNEL: tl.constexpr,
-    CHANNEL_ERASE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """`pair_scores` of the chunks that are far among this program's tiles."""
-    if some_far(far, TILES, K, K):
-        first = tl.program_id(0)
-        # what all tiles have in common would take registers for itself
-        for i in range(0, TILES - first, tl.num_programs(0)):
-            i_ch = first + i
-            _, rows = chunk_rows(table, i_ch // HV, T, BT)
-            if (rows > 0) & is_far(far, i_ch.to(tl.int64), K):
-                pair_scores(
-                    q, k, b, G, far, A, Ti, table, scale, T, H, HV, i_ch, K,
-                    BY_CHANNEL, CHANNEL_ERASE, True, LIMIT, PRECISION, BT, BK,
-                )  # fmt: skip
-
-
 def precision(problem: Problem) -> str:
     """Of products of the inputs' own dtype: true fp32 for fp32."""
     return "ieee" if problem.dtype is torch.float32 else "tf32"
@@ -273,16 +212,6 @@ def reaches(problem: Problem) -> tuple[bool, ...]:
     return (False, True) if by_channel(problem) else (False,)
 
 
-def far_programs(tiles: int) -> int:
-    """How many programs have as many tiles between them, of which most are not far.
-
-    A program's tiles lie as far apart as there are programs, an odd number: far ones that lie together, or that are
-    of one head, have many programs.
-    """
-    each = max(1, min(FAR_TILES.value, tiles // FAR_PROGRAMS))
-    return min(tiles, triton.cdiv(tiles, each) | 1)
-
-
 def scores(
     problem: Problem, x: Operands, gated: Gated, chunks: Chunks, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
@@ -290,24 +219,23 @@ def scores(
     C = chunks.size
     A = x.q.new_empty(chunks.count, problem.HV, C, C)
     Ti = A.new_empty(A.shape)
-    count = chunks.count * problem.HV
     for far in reaches(problem):
         Launch(
-            far_pair_scores if far else pair_scores,
-            grid=(far_programs(count) if far else count,),
+            pair_scores,
+            grid=(chunks.count * problem.HV,),
             args=dict(
                 q=x.q, k=x.k, b=x.erase, G=gated.G, far=gated.far, A=A, Ti=Ti, table=chunks.table,
                 scale=problem.scale, T=problem.T, H=problem.H, HV=problem.HV, K=problem.K,
                 BY_CHANNEL=by_channel(problem),
                 CHANNEL_ERASE=problem.operator.erase is Gate.CHANNEL,
+                FAR=far,
                 LIMIT=exponent_limit(problem),
                 PRECISION=precision(problem),
                 BT=C,
                 BK=tiles.BK,
-                **(dict(TILES=count) if far else dict(tile=None, FAR=False)),
             ),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
-            maxnreg=255 if far else tiles.registers,
+            maxnreg=tiles.registers,
         ).run()  # fmt: skip
     return A, Ti
