@@ -115,6 +115,17 @@ def side_by_side(b_x, b_y):
 
 
 @gluon.jit
+def expect_values(has_u, has_u2, has_dr, has_do, has_s, has_ds, BYTES: gl.constexpr):
+    """A tile of values of each, whose rows are as many, of a chunk or of key channels."""
+    mbarrier.expect(has_u, BYTES)
+    mbarrier.expect(has_u2, BYTES)
+    mbarrier.expect(has_dr, BYTES)
+    mbarrier.expect(has_do, BYTES)
+    mbarrier.expect(has_s, BYTES)
+    mbarrier.expect(has_ds, BYTES)
+
+
+@gluon.jit
 def score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, again):
     """What a tile of values adds to dA, which takes two digits of U, and dL."""
     b_A = warpgroup_mma(do_s, u_s.permute((1, 0)), b_A, use_acc=again, is_async=True)
@@ -242,12 +253,7 @@ def channel_chunks(
     has_do, has_dr, has_u, has_u2 = has.index(4), has.index(5), has.index(6), has.index(7)
     fence_async_shared()
     thread_barrier()
-    mbarrier.expect(has_u, 2 * BT * BV)
-    mbarrier.expect(has_u2, 2 * BT * BV)
-    mbarrier.expect(has_dr, 2 * BT * BV)
-    mbarrier.expect(has_do, 2 * BT * BV)
-    mbarrier.expect(has_s, 2 * BK * BV)
-    mbarrier.expect(has_ds, 2 * BK * BV)
+    expect_values(has_u, has_u2, has_dr, has_do, has_s, has_ds, 2 * BT * BV)
     mbarrier.expect(has_k, 2 * BT * BK)
     mbarrier.expect(has_q, 2 * BT * BK)
     tma.async_copy_global_to_shared(u, [i_ch * BT, 0], has_u, u_s)
@@ -302,12 +308,7 @@ def channel_chunks(
         b_A, b_L, b_dq, b_E, b_ss, b_dk = warpgroup_mma_wait(0, (b_A, b_L, b_dq, b_E, b_ss, b_dk))
         thread_barrier()
         o_v = (i_v + 1) * BV
-        mbarrier.expect(has_u, 2 * BT * BV)
-        mbarrier.expect(has_u2, 2 * BT * BV)
-        mbarrier.expect(has_dr, 2 * BT * BV)
-        mbarrier.expect(has_do, 2 * BT * BV)
-        mbarrier.expect(has_s, 2 * BK * BV)
-        mbarrier.expect(has_ds, 2 * BK * BV)
+        expect_values(has_u, has_u2, has_dr, has_do, has_s, has_ds, 2 * BT * BV)
         tma.async_copy_global_to_shared(u, [i_ch * BT, o_v], has_u, u_s)
         tma.async_copy_global_to_shared(dr, [i_ch * BT, o_v], has_dr, dr_s)
         tma.async_copy_global_to_shared(u2, [i_ch * BT, o_v], has_u2, u2_s)
