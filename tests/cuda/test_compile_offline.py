@@ -17,7 +17,7 @@ from rewy.backends.cuda.plan import GLUON, HOPPER, Limits, plan
 from rewy.problem import OPERATORS
 
 if GLUON:
-    from rewy.backends.cuda import hopper, hopper_rows
+    from rewy.backends.cuda import hopper, hopper_channels, hopper_rows
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_offline.py"
 
@@ -105,6 +105,19 @@ def test_gradients_by_rows_take_the_shared_memory_they_plan_with(script):
         K, V, kib = (float(x) for x in re.search(r" (\d+)x(\d+) .* (\S+) KiB", line).groups())
         problem, _ = script.Case("gated_delta_rule", torch.bfloat16, int(K), int(V)).problem()
         assert 0 <= hopper_rows.shared(problem) / 1024 - kib <= 0.5, line
+
+
+@pytest.mark.skipif(not GLUON, reason="no Gluon kernels for this Triton")
+def test_two_programs_by_channel_fit_a_multiprocessor(script):
+    """Of whatever shape, and with few registers spilled where values come in one tile."""
+    found = run("--arch", "90", "--only", "channel_chunks gdn2")
+    assert found.returncode == 0, found.stdout
+    reports = found.stdout.splitlines()[:-1]
+    assert {*re.findall(r"\d+x\d+", found.stdout)} == {"128x128", "128x256", "64x64"}
+    for line in reports:
+        stack, kib = (float(x) for x in re.search(r" (\d+) B stack +(\S+) KiB", line).groups())
+        assert kib * 1024 <= hopper_channels.SHARED and (stack <= 48 or "128x256" in line), line
+    assert 2 * (hopper_channels.SHARED + 1024) <= 228 * 1024  # of each program the card keeps a KiB
 
 
 def test_operands_overwritten_in_flight(script):

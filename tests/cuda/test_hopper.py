@@ -177,7 +177,7 @@ def test_other_devices_take_the_plain_passes(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("K, V", [(64, 64), (64, 256), (128, 128), (128, 192)])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_one_kernel_has_the_gradients_of_rows(operator: str, K: int, V: int) -> None:
-    """On every multiprocessor of the card; by channel, keys are left to another."""
+    """On every multiprocessor of the card; by channel, chunks are left to another."""
     problem = described(replace(CASE, operator=operator, HV=1, K=K, V=V))[0]
     by_row = operator in BY_ROW
     taken = hopper_rows.shared(problem)
@@ -475,6 +475,8 @@ def test_parts_are_as_exact_as_the_whole(
         dict(T=1, H=2, HV=2),
         dict(T=300, K=64, HV=3),
         dict(T=300, K=64, V=64),
+        dict(T=300, V=64, HV=4),
+        dict(T=300, H=1, HV=2, V=256),
         dict(T=500, H=2, V=256, lengths=(0, 129, 0, 271, 64)),
         dict(T=320, H=2, V=256, gate="GX1000"),
         dict(T=130, dtype=torch.float16, initial_state=False, dht=False),
@@ -485,7 +487,7 @@ def test_parts_are_as_exact_as_the_whole(
     ids=lambda change: "-".join(f"{k}{v}" for k, v in change.items()).replace(" ", "") or "usual",
 )
 @pytest.mark.parametrize("operator", BY_CHANNEL)
-def test_keys_as_the_plain_kernel(operator: str, change: dict, device: torch.device) -> None:
+def test_chunks_by_channel_as_the_plain_kernels(operator: str, change: dict, device: torch.device) -> None:
     problem, x, do, dht = described(replace(CASE, operator=operator, **change), device)
     _, _, kept = CudaBackend().forward(problem, x, training=True)
 

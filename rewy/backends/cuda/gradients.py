@@ -7,9 +7,8 @@
 where ~ carries the decay between two rows of the chunk. `score_gradients` forms dA and dL of a chunk once, with what
 else lies on the value side; `key_gradients` takes them for each tile of key channels; `sum_parts` adds what several
 programs have. The plan may have `hopper_rows` do all of it in one kernel, or `hopper_channels` all but the keys of
-chunks whose gates cannot be centred. dA and dL
-are stored in the dtype they are multiplied in, so nothing is rounded that would not be. Of U, dA takes the digits that
-follow too, where they are kept; dS+ is in units of `state.unit`.
+chunks whose gates cannot be centred. dA and dL are stored in the dtype they are multiplied in, so nothing is rounded
+that would not be. Of U, dA takes the digits that follow too, where they are kept; dS+ is in units of `state.unit`.
 
 The gate of row t decays what passes from rows before t to rows from t on, so its gradient sums exactly those
 terms:
@@ -470,7 +469,7 @@ def write(
     if tiles.chunks_on_hopper:
         from rewy.backends.cuda import hopper_channels  # needs Gluon
 
-        hopper_channels.write(p, grid, keys | values | dict(db_values=values_erase))
+        hopper_channels.write(p, keys | values | dict(db_values=values_erase), chunks.count)
     else:
         Launch(
             score_gradients,
@@ -480,7 +479,9 @@ def write(
             num_stages=tiles.scores.stages,
             maxnreg=tiles.scores.registers,
         ).run()
-    for far in reaches(p)[tiles.chunks_on_hopper :]:
+    for far in reaches(p):
+        if tiles.chunks_on_hopper and not far:
+            continue
         Launch(
             key_gradients,
             grid,

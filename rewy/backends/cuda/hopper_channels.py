@@ -2,11 +2,11 @@
 
 A program takes a chunk and 64 key channels, whole tiles of it, of values up to 128 channels and then the next into
 the same places: the copy engine brings all of them at once, two programs share a multiprocessor, and while one waits
-the other computes. Each forms dA and dL for itself, which costs a product more and saves them the way through memory,
-and has a part of the rows of dv. Tiles that the first products have used up hold what the next ones need. The
-formulas, and the care for dg, are those of `gradients`. The sums of dg run down the rows in registers, in fp32: each
-thread has the rows of two channels, and runs of 16 rows are joined through shared memory. Where gates are too far apart
-to be centred, dA and dL are left in memory for the general form.
+the other computes. Each forms dA and dL for itself, which costs a chunk three products more and saves them the way
+through memory, and has a part of the rows of dv. Tiles that the first products have used up hold what the next ones
+need. The formulas, and the care for dg, are those of `gradients`. The sums of dg run down the rows in registers, in
+fp32: each thread has the rows of two channels, and runs of 16 rows are joined through shared memory. Where gates are
+too far apart to be centred, dA and dL are left in memory for the general form.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rewy.backends.cuda.hopper_tiles import (
 from rewy.backends.cuda.launch import Launch
 from rewy.problem import Problem
 
+KEYS = gl.constexpr(64)  # key channels a program takes
 SHARED = 113 * 1024  # bytes of shared memory a program takes: two fit a multiprocessor
 # Sums of dg run over rows: of a tile in fp32 each of 128 threads holds so many rows of so many channels.
 RUN = gl.constexpr(16)
@@ -212,7 +213,7 @@ def channel_chunks(
     CHANNEL_ERASE: gl.constexpr,
     BT: gl.constexpr,
 ):
-    BK: gl.constexpr = 64
+    BK: gl.constexpr = KEYS
     NK: gl.constexpr = K // BK
     BV: gl.constexpr = u.block_shape[1]
     COPY: gl.constexpr = dq is not None
@@ -273,7 +274,7 @@ def channel_chunks(
     tma.async_copy_global_to_shared(q, [start, i_h * K + i_k * BK], has_q, q_s)
     tma.async_copy_global_to_shared(ds, [i_ch * K + i_k * BK, 0], has_ds, ds_s)
 
-    # meanwhile: values, and gates, as they lie in memory
+    # meanwhile: values, as they lie in memory
     i_g = start.to(gl.int64) * HV + i_hv
     value_gradients(v, b, w, p_dr, dv, dw, db_values, i_g, i_ch, i_k * (BT // NK), rows, HV, BT // NK, V, BT)
     o_t = gl.arange(0, BT, by_row)
@@ -503,10 +504,10 @@ def channel_chunks(
     u2_m._keep_alive()
 
 
-def write(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
-    """All gradients of chunks that can be centred, and of the rest what `key_gradients` takes or leaves to others.
+def write(problem: Problem, made: Mapping[str, Any], count: int) -> None:
+    """All gradients of `count` chunks; where they cannot be centred, what `key_gradients` takes and leaves to others.
 
-    `made` is what `gradients` has for both of its kernels, with u2, db_values and, of the write gate, w and dw.
+    `made` is what `key_gradients` and `score_gradients` take, but for their tiles; `db_values` is the latter's db.
     """
     p, dg, db = problem, made["dg"], made["db"]
     general = ("PRECISION", "BY_CHANNEL", "CHANNEL_DECAY", "LIMIT", "unit")
@@ -524,4 +525,4 @@ def write(problem: Problem, grid: tuple[int], made: Mapping[str, Any]) -> None:
         db_tiles=tiled(db, p.HV * p.K) if made["CHANNEL_ERASE"] and db.dtype is p.dtype else None,
         dg_tiles=tiled(dg, p.HV * p.K) if dg.dtype is torch.float32 else None,
     )
-    Launch(channel_chunks, grid, args).run()
+    Launch(channel_chunks, (count * p.HV * p.K // KEYS.value,), args).run()
