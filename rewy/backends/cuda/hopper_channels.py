@@ -127,6 +127,19 @@ def expect_values(has_u, has_u2, has_dr, has_do, has_s, has_ds, BYTES: gl.conste
 
 
 @gluon.jit
+def wait_for_scores(has_do, has_dr, has_u, has_u2, PHASE: gl.constexpr, do_s, rows):
+    """Until a tile of values has come of all that `score_products` takes."""
+    mbarrier.wait(has_do, PHASE)
+    mbarrier.wait(has_dr, PHASE)
+    mbarrier.wait(has_u, PHASE)
+    mbarrier.wait(has_u2, PHASE)
+    if rows < do_s.shape[0]:
+        clear_tail(do_s, rows)
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
 def score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, again):
     """What a tile of values adds to dA, which takes two digits of U, and dL."""
     b_A = warpgroup_mma(do_s, u_s.permute((1, 0)), b_A, use_acc=again, is_async=True)
@@ -291,14 +304,7 @@ def channel_chunks(
     b_sum = gl.zeros([BK], gl.float32, by_row)
     NV: gl.constexpr = V // BV
     for i_v in gl.static_range(NV - 1):
-        mbarrier.wait(has_do, i_v % 2)
-        mbarrier.wait(has_dr, i_v % 2)
-        mbarrier.wait(has_u, i_v % 2)
-        mbarrier.wait(has_u2, i_v % 2)
-        if rows < BT:
-            clear_tail(do_s, rows)
-            fence_async_shared()
-            thread_barrier()
+        wait_for_scores(has_do, has_dr, has_u, has_u2, i_v % 2, do_s, rows)
         mbarrier.wait(has_s, i_v % 2)
         mbarrier.wait(has_ds, i_v % 2)
         b_A, b_L = score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, i_v > 0)
@@ -327,14 +333,7 @@ def channel_chunks(
         b_b = gl.expand_dims(gl.load(b + i_g + o_t * HV, mask=m_t, other=0.0), 1).to(gl.float32)
 
     # the scores' gradients
-    mbarrier.wait(has_do, LAST)
-    mbarrier.wait(has_dr, LAST)
-    mbarrier.wait(has_u, LAST)
-    mbarrier.wait(has_u2, LAST)
-    if rows < BT:
-        clear_tail(do_s, rows)
-        fence_async_shared()
-        thread_barrier()
+    wait_for_scores(has_do, has_dr, has_u, has_u2, LAST, do_s, rows)
     b_A, b_L = score_products(b_A, b_L, do_s, dr_s, u_s, u2_s, NV > 1)
     b_A, b_L = warpgroup_mma_wait(0, (b_A, b_L))
     thread_barrier()
