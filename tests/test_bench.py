@@ -22,10 +22,11 @@ pytest.importorskip("yaml")
 
 from rewy.bench import harness, report, results, tables
 from rewy.bench.check import Oracle, check
-from rewy.bench.clock import DeviceClock, HostClock
+from rewy.bench.clock import LONGEST_LEAD, DeviceClock, HostClock
 from rewy.bench.cold import ColdStarts
-from rewy.bench.config import Config, ModelGrid, ModelRun
+from rewy.bench.config import Config, ModelGrid, ModelRun, Timing
 from rewy.bench.contestants import CONTESTANTS, Rewy, leaves
+from rewy.bench.levels import Inputs, Sampler, calls_a_round, take_turns
 from rewy.bench.results import FILE, Row, Spread
 from rewy.bench.workload import Case, nbytes
 from rewy.problem import Options, describe
@@ -395,6 +396,40 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         run(path, config(), resume=True)
 
 
+def older(path: Path) -> None:
+    """Takes from a results file what its header would not have said before there were leads."""
+    head, *rows = path.read_text().splitlines(keepends=True)
+    header = json.loads(head)
+    del header["config"]["timing"]["lead"]
+    path.write_text("".join([json.dumps(header) + "\n", *rows]))
+
+
+def test_results_from_before_there_were_leads_had_none(tmp_path: Path) -> None:
+    path = tmp_path / "old" / FILE
+    without = config(levels=["autograd"], timing=SMALL["timing"] | {"lead": False})
+    _, rows = run(path, without)
+    older(path)
+    old = results.load(path)
+    assert old.rows == rows and old.header["config"]["timing"]["lead"] is False
+    with pytest.raises(ValueError, match=r"config: timing was .*'lead': False.*, is .*'lead': True"):
+        run(path, config(levels=["autograd"]), resume=True)
+    assert run(path, without, resume=True)[1] == rows  # the same method
+    tables.report([old])
+
+    run(tmp_path / "new" / FILE, config(levels=["autograd"]))
+    new = results.load(tmp_path / "new")
+    assert "lead" not in tables.compare(old, new)  # a CPU has none
+    there, then = (
+        replace(r, header=r.header | {"config": r.header["config"] | {"device": "cuda"}}) for r in (new, old)
+    )
+    said = "B was timed behind a lead (levels backward and autograd), A was not"
+    assert said in tables.compare(then, there)
+    assert "A was timed behind a lead" in tables.compare(there, then)
+    assert "lead" not in tables.compare(then, then) and "lead" not in tables.compare(there, there)
+    with pytest.raises(ValueError, match=r"are of different runs: config: timing was"):
+        results.join([old, new], tmp_path / "mixed" / FILE)
+
+
 def test_results_are_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / FILE
     run(path, config(), deadline=time.monotonic() - 1)
@@ -478,7 +513,7 @@ class FakeDevice:
         return 3 << 20
 
     def mem_get_info(self) -> tuple[int, int]:
-        return 1 << 40, 1 << 40
+        return 1 << 40, 1 << 26  # a lead reads a buffer of a 64th
 
     def get_device_properties(self, device: torch.device) -> object:
         return object()
@@ -488,9 +523,10 @@ class FakeDevice:
     def empty_cache(self) -> None: ...
 
 
-def test_the_device_clock_measures_through_events(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lead", [True, False])
+def test_the_device_clock_measures_through_events(monkeypatch: pytest.MonkeyPatch, lead: bool) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: FakeDevice())
-    chosen = config()
+    chosen = config(timing=SMALL["timing"] | {"lead": lead})
     rows = [
         row
         for point in harness.plan(chosen)
@@ -499,8 +535,151 @@ def test_the_device_clock_measures_through_events(monkeypatch: pytest.MonkeyPatc
     assert [row.status for row in rows] == ["ok"] * 4
     grads = 4 * 100 * (3 * 16 + 2)
     for row in rows:
-        assert row.time and row.host_ms and row.host_ms >= 0.9 * row.time.q1
+        assert row.time and row.host_ms
+        assert lead or row.host_ms >= 0.9 * row.time.q1  # with a lead they are of different samples
         assert row.workspace == (2 << 20) - grads
+
+
+def test_a_lead_reads_as_long_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a millisecond a read, here: what is calibrated is asked for, rounded up, without a wait."""
+    reads: list[int] = []
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    monkeypatch.setattr(torch.Tensor, "sum", lambda self: reads.append(self.nbytes))
+    monkeypatch.setattr(time, "perf_counter", lambda: len(reads) / 1e3)
+    clock = DeviceClock(CPU)
+    assert not reads
+    clock.lead(0)
+    calibrating = len(reads)
+    assert {*reads} == {1 << 20} and calibrating > 0
+    monkeypatch.setattr(device, "synchronize", lambda: pytest.fail("a lead waited"), raising=False)
+    clock.lead(2.5)
+    assert len(reads) == calibrating + 3
+    clock.lead(0)
+    assert len(reads) == calibrating + 3
+
+
+class Beside(HostClock):
+    """A device that works beside the host, on a time of our own: a mark is when the device gets there."""
+
+    asynchronous = True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.free_at = 0.0  # milliseconds, of the host and of the device
+        self.log: list[Any] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now / 1e3)
+
+    def work(self, ms: float) -> None:
+        self.free_at = max(self.free_at, self.now) + ms
+
+    def mark(self) -> Any:
+        self.log.append("mark")
+        self.work(0)
+        return self.free_at
+
+    def between(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        self.now = max(self.now, self.free_at)
+
+    def lead(self, ms: float) -> None:
+        self.log.append(ms)
+        self.now += 0.1  # which nobody counts
+        self.work(ms)
+
+
+class Launching(Sampler):
+    """Keeps the host for `host` ms in the forward and again in the backward, the device for 0.25 ms in each."""
+
+    host, waits = 1.0, False
+
+    def arguments(self, i: int) -> tuple[Any, ...]:
+        self.clock.log.append("arguments")
+        return ()
+
+    def run(self, i: int, *arguments: Any) -> tuple[Any, ...]:
+        marks = [self.clock.mark()]
+        for _ in range(2):
+            if self.waits:
+                self.clock.wait()
+            self.clock.now += self.host
+            self.clock.work(0.25)
+            marks.append(self.clock.mark())
+        return tuple(marks)
+
+
+def sampled(sampler: Sampler, **timing: Any) -> tuple[float, float, float]:
+    """(forward, backward, host) as a point has them."""
+    chosen = Timing(seconds=0.1, rounds=4, **timing)
+    calls = {"it": calls_a_round(sampler, chosen, sampler.clock)}
+    take_turns({"it": sampler}, calls, chosen, sampler.clock)
+    backward, forward = sampler.spreads()
+    assert forward is not None and backward.n == forward.n == 4 * calls["it"]
+    return forward.median, backward.median, harness.median(sampler.host_ms)
+
+
+NO_INPUTS = Inputs(None, [None, None], [None, None])  # type: ignore[arg-type, list-item]
+
+
+def test_behind_a_lead_marks_show_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Launching(Rewy(), NO_INPUTS, Beside(monkeypatch))
+    assert sampled(sampler) == pytest.approx((0.25, 0.25, 2.0))
+    assert sampler.lead_ms == pytest.approx(1.5 * 2.0)
+    log = sampler.clock.log
+    leads = [i for i, entry in enumerate(log) if isinstance(entry, float)]
+    assert len(leads) > 4
+    for i in leads:
+        assert log[i] == sampler.lead_ms
+        assert log[i - 2 : i] == ["arguments", "wait"] and log[i + 1] == "mark"
+
+
+def test_without_a_lead_marks_show_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Launching(Rewy(), NO_INPUTS, Beside(monkeypatch))
+    assert sampled(sampler, lead=False) == pytest.approx((1.0, 1.0, 2.0))
+    assert not any(isinstance(entry, float) for entry in sampler.clock.log)
+
+
+def test_who_waits_for_the_device_gets_no_help_from_a_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Launching(Rewy(), NO_INPUTS, Beside(monkeypatch))
+    sampler.waits = True
+    forward, backward, host = sampled(sampler)
+    assert (forward, backward) == pytest.approx((1.25, 1.25))
+    assert host == pytest.approx(2.25)  # and its host is not said to have taken the lead's time
+
+
+def test_a_lead_stays_within_the_launch_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Launching(Rewy(), NO_INPUTS, Beside(monkeypatch))
+    sampler.host = 1000.0
+    sampled(sampler)
+    assert sampler.lead_ms == LONGEST_LEAD
+
+
+def test_the_host_clock_has_no_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Beside(monkeypatch)
+    clock.asynchronous = False
+    sampler = Launching(Rewy(), NO_INPUTS, clock)
+    sampled(sampler)
+    assert sampler.lead_ms == 0 and not any(isinstance(entry, float) for entry in clock.log)
+
+
+def test_a_lead_allocates_before_memory_is_counted() -> None:
+    asked: list[str] = []
+
+    class Asked(HostClock):
+        def lead(self, ms: float) -> None:
+            asked.append("lead")
+
+        def free(self) -> int:
+            asked.append("free")
+            return super().free()
+
+    for lead, first in ((True, "lead"), (False, "free")):
+        asked.clear()
+        chosen = config(levels=["autograd"], timing=SMALL["timing"] | {"lead": lead})
+        harness.Harness(chosen, Asked(), ColdStarts()).measure(harness.plan(chosen)[0])
+        assert asked[0] == first and ("lead" in asked) is lead
 
 
 def test_spread_of_one_and_of_many() -> None:

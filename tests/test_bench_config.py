@@ -65,7 +65,8 @@ def test_plan_follows_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  rounds: 3", "  round: 3", "c.yaml:17: timing.round: unknown key; allowed: warmup, rounds, seconds"),
+        ("  rounds: 3", "  round: 3", "c.yaml:17: timing.round: unknown key; allowed: warmup, rounds, seconds, lead"),
+        ("  rounds: 3", "  lead: 2", "c.yaml:17: timing.lead: Input should be a valid boolean, got 2"),
         ("dtype: float32", "dtype: float32\ntypo: 1", "c.yaml:4: typo: unknown key; allowed: title, device,"),
         ("    HV: 2", "    VH: 2", "c.yaml:12: shapes.1.VH: unknown key; allowed: B, T, lengths, H, HV, K, V,"),
         ("device: cpu", "device: tpu", "c.yaml:2: device: Input should be 'cpu', 'cuda' or 'npu', got 'tpu'"),
@@ -96,6 +97,14 @@ def test_plan_follows_the_file(tmp_path: Path) -> None:
 def test_refusals_name_line_and_what_is_allowed(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in TEXT
     assert message in refusal(tmp_path, TEXT.replace(old, new, 1))
+
+
+def test_a_lead_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(TEXT)
+    assert load(path).timing.lead is True
+    path.write_text(TEXT + "  lead: false\n")
+    assert load(path).timing.lead is False
 
 
 def test_not_a_mapping(tmp_path: Path) -> None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
+from statistics import median
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+
+LONGEST_LEAD = 50.0
+"""Milliseconds: some 400 entries of the about 1024 that a launch queue holds. Whoever has more to launch than fits
+beside them waits for the device anyway."""
 
 
 class Clock(Protocol):
@@ -27,6 +34,14 @@ class Clock(Protocol):
 
     def between(self, start: Any, stop: Any) -> float:
         """Milliseconds from one mark to another; only after `wait`."""
+
+    def lead(self, ms: float) -> None:
+        """Gives the device other work for at least `ms` and does not wait for it, so that the host gets ahead.
+
+        What is launched meanwhile then runs without a gap, and marks around it show the device's time, not the
+        host's. Nothing where calls return with their work done. The first lead allocates and waits; one of 0 ms
+        does no more than that.
+        """
 
     def peak(self, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., Any]) -> tuple[Any, int]:
         """The result of call(*prepare()), and the most bytes that were allocated during it on top of before."""
@@ -57,6 +72,29 @@ class DeviceClock:
 
     def between(self, start: Any, stop: Any) -> float:
         return float(start.elapsed_time(stop))
+
+    def lead(self, ms: float) -> None:
+        buffer, each = self._reading
+        for _ in range(math.ceil(ms / each)):
+            buffer.sum()
+
+    @cached_property
+    def _reading(self) -> tuple[Tensor, float]:
+        """A buffer, of 1 GiB on large devices, and the milliseconds in which it is read.
+
+        Read and not written, for the cache would write it back while others are timed; large, so that a lead takes
+        few launches.
+        """
+        size = min(1 << 30, int(self.module.mem_get_info()[1]) // 64)
+        buffer = torch.zeros(size // 4, device=self.device)
+        for _ in range(2):  # the second keeps the device busy up to the first mark
+            buffer.sum()
+        start = self.mark()
+        for _ in range(4):
+            buffer.sum()
+        stop = self.mark()
+        self.wait()
+        return buffer, self.between(start, stop) / 4
 
     def peak(self, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., Any]) -> tuple[Any, int]:
         arguments = prepare()
@@ -96,6 +134,9 @@ class HostClock:
 
     def between(self, start: int, stop: int) -> float:
         return (stop - start) / 1e6
+
+    def lead(self, ms: float) -> None:
+        pass
 
     def peak(self, prepare: Callable[[], tuple[Any, ...]], call: Callable[..., Any]) -> tuple[Any, int]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -148,6 +189,18 @@ def clock_for(kind: str) -> Clock:
     return HostClock() if kind == "cpu" else DeviceClock(device_of(kind))
 
 
+def lead_for(clock: Clock, issue: Callable[[], float]) -> float:
+    """Milliseconds of a lead behind which the host stays ahead: half more than what `issue` returns, the host's own.
+
+    Each time the device is idle before. Who waits for it inside `issue` waits for the lead too, and gets no help.
+    """
+    host_ms = []
+    for _ in range(5):
+        clock.wait()
+        host_ms.append(issue())
+    return min(LONGEST_LEAD, 1.5 * median(host_ms))
+
+
 def survived(clock: Clock, error: Exception, who: str) -> None:
     """Raises when the failure has taken the device with it: what anybody computes after that says nothing."""
     try:
@@ -164,7 +217,7 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> dict[str, float]:
     n = 1024 if small else 8192
     a, b = (torch.randn(n, n, device=clock.device).to(dtype) for _ in range(2))
 
-    def median(call: Callable[[], Tensor]) -> float:
+    def seconds(call: Callable[[], Tensor]) -> float:
         times = []
         for _ in range(3):
             call()
@@ -177,6 +230,6 @@ def ceilings(clock: Clock, dtype: torch.dtype) -> dict[str, float]:
         return sorted(times)[len(times) // 2]
 
     return {
-        "copy_bytes_per_s": 2 * source.nbytes / median(lambda: target.copy_(source)),
-        "matmul_flops_per_s": 2 * n**3 / median(lambda: a @ b),
+        "copy_bytes_per_s": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
+        "matmul_flops_per_s": 2 * n**3 / seconds(lambda: a @ b),
     }

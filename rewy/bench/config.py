@@ -62,11 +62,17 @@ class Shape(Section):
 
 
 class Timing(Section):
-    """How long to measure: `seconds` per contestant and point, spread over `rounds` taken in turns."""
+    """How to measure: `seconds` per contestant and point, spread over `rounds` taken in turns, after `warmup` calls.
+
+    With `lead` a device is given other work before each sample, for as long as the host needs to issue it, so that
+    times are the device's whatever the host. Without, the device may wait for the host within a sample. Level model
+    has no lead: its steps follow one another, as in training.
+    """
 
     warmup: Count = 3
     rounds: Count = 10
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
+    lead: Annotated[bool, Field(strict=True)] = True
 
 
 class ModelRun(Section):

@@ -237,6 +237,8 @@ class Harness:
         return self.verdicts[key]
 
     def _time_operator(self, level: str, case: Case, rows: dict[str, Row]) -> dict[str, Row]:
+        if self.config.timing.lead:
+            self.clock.lead(0)  # allocates, before anyone asks what is free
         sets = input_sets(case, self.clock)
         needed, free = sets * case.floor_bytes, self.clock.free()
         if needed > free:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from rewy.bench.clock import Clock
+from rewy.bench.clock import Clock, lead_for
 from rewy.bench.config import Timing
 from rewy.bench.contestants import Contestant, gradients, leaves
 from rewy.bench.results import Spread
@@ -19,7 +19,8 @@ from rewy.bench.workload import Case, nbytes
 from rewy.problem import Gradients, Operands
 
 MAX_CALLS = 30
-"""More would fill the device's launch queue, and the host would wait for it."""
+"""More, of some 30 launches and marks each, would fill the device's launch queue of about 1024, and the host would wait
+for it. Behind a lead it holds one sample at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,39 @@ def input_sets(case: Case, clock: Clock) -> int:
 
 
 class Sampler:
-    """One contestant at one point: `sample(i)` runs it on input set i and leaves marks behind."""
+    """One contestant at one point: `sample(i)` runs it on input set i and leaves marks behind.
+
+    With `lead_ms` its samples run behind a lead and show the device's time, and `sample_host` the host's.
+    """
 
     def __init__(self, contestant: Contestant, inputs: Inputs, clock: Clock) -> None:
         self.contestant, self.inputs, self.clock = contestant, inputs, clock
+        self.lead_ms = 0.0
         self.marks: list[tuple[Any, ...]] = []
         self.host_ms: list[float] = []
 
     def sample(self, i: int) -> None:
+        marks, host_ms = self.issue(i, self.lead_ms)
+        self.marks.append(marks)
+        if not self.lead_ms:  # else a host that waits for the device has waited for the lead too
+            self.host_ms.append(host_ms)
+
+    def sample_host(self, i: int) -> None:
+        """A sample for the host's time alone, which finds the device idle."""
+        self.clock.wait()
+        self.host_ms.append(self.issue(i)[1])
+
+    def issue(self, i: int, lead_ms: float = 0.0) -> tuple[tuple[Any, ...], float]:
+        """The marks of one sample, and the host's milliseconds for it."""
         i %= len(self.inputs.sets)
         arguments = self.arguments(i)
+        if lead_ms:
+            # Else the device would fall behind by a lead each time, until its launch queue is full.
+            self.clock.wait()
+            self.clock.lead(lead_ms)
         start = time.perf_counter()
         marks = self.run(i, *arguments)
-        self.host_ms.append((time.perf_counter() - start) * 1e3)
-        self.marks.append(marks)
+        return marks, (time.perf_counter() - start) * 1e3
 
     def arguments(self, i: int) -> tuple[Any, ...]:
         """What a sample needs and does not count."""
@@ -154,9 +174,12 @@ SAMPLERS: dict[str, Callable[[Contestant, Inputs, Clock], Sampler]] = {
 
 
 def calls_a_round(sampler: Sampler, timing: Timing, clock: Clock) -> int:
-    """Warms up, and fits the contestant's share of a round to what one call takes."""
+    """Warms up, measures what lead the contestant needs, and fits its share of a round to what one call takes."""
     for i in range(timing.warmup):
         sampler.sample(i)
+    if timing.lead and clock.asynchronous:
+        sampler.lead_ms = lead_for(clock, lambda: sampler.issue(0)[1])
+        sampler.sample(0)  # a first lead may take longer
     clock.wait()
     start = time.perf_counter()
     sampler.sample(0)
@@ -171,7 +194,10 @@ def take_turns(samplers: dict[str, Sampler], calls: dict[str, int], timing: Timi
     names = list(samplers)
     for turn in range(timing.rounds):
         for name in names:
+            sampler = samplers[name]
             for i in range(calls[name]):
-                samplers[name].sample(turn * calls[name] + i)
+                sampler.sample(turn * calls[name] + i)
+            if sampler.lead_ms:
+                sampler.sample_host(turn)
             clock.wait()
         names = names[1:] + names[:1]

@@ -64,7 +64,8 @@ class Row:
     """The backward; the whole step at level model."""
     forward: Spread | None = None
     host_ms: float | None = None
-    """What the host needs to issue the call; above the device's time it is the bound."""
+    """What the host needs to issue the call; above the device's time it is the bound, which `time` behind a lead
+    does not show."""
     workspace: int | None = None
     """Peak bytes above inputs, saved results and outputs."""
     saved: int | None = None
@@ -189,6 +190,7 @@ def load(path: Path) -> Results:
         raise ValueError(
             f"{path}: has schema version {header.get('schema')!r}; this version of rewy reads {SCHEMA}"
         )
+    header.get("config", {}).get("timing", {}).setdefault("lead", False)  # older files were measured without
     for number, line in enumerate(lines[1:], 2):
         record = _record(path, number, line)
         try:

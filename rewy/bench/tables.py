@@ -249,6 +249,14 @@ def compare(a: Results, b: Results) -> str:
             body.append([level, title, "**geometric mean**", contestant, "", "", mean])
     names = (f"A: {a.path.parent}", f"B: {b.path.parent}")
     parts = [f"{name}: {machine_note([r])}" for name, r in zip(names, (a, b), strict=True)]
+    configs = [r.header["config"] for r in (a, b)]
+    leads = [c["timing"]["lead"] and c["device"] != "cpu" for c in configs]
+    if leads[0] != leads[1]:
+        led, unled = "AB" if leads[0] else "BA"
+        parts.append(
+            f"{led} was timed behind a lead (levels backward and autograd), {unled} was not: where the host is slower "
+            f"than the device, {unled} shows the host."
+        )
     head = ("level", "operator", "shape", "contestant", "A ms", "B ms", "A / B")
     parts.append(_table(head, body) if body else "Nothing was measured in both.")
     for name, mine, other_rows in (("A", ours, theirs), ("B", theirs, ours)):
