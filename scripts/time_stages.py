@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Time every kernel of a forward and a backward on the CUDA device, one by one.
+"""Time every kernel of a forward and a backward on the CUDA device, each where it stands in the call.
 
     scripts/time_stages.py kda                      # 1×32768 tokens, 32 heads, K = V = 128, bf16
     scripts/time_stages.py gated_delta_rule --T 4096 --algebra conventional
 
 A table of what each moves and multiplies, and of its share of what a large copy and a large matrix product reach here.
-Medians by device events, without autograd; launches of one kernel are added up. Inputs: unit q and k,
+Medians by device events, without autograd; launches of one kernel are added up. In every pass the whole call runs, an
+event before and after each launch, while the device still has other work: no launch waits for the host, and each meets
+the caches and memory that it meets in any call. Between launches events take a little, and some of torch's operators
+run: the whole call is timed apart, with an event at either end. Inputs: unit q and k,
 g = logsigmoid(randn + 3), gates sigmoid(randn); kernels for far-apart gates find none among them.
 """
 
@@ -13,24 +16,28 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rewy.backends.cuda import backend
-from rewy.backends.cuda.launch import Launch, recording
-from rewy.bench.clock import ceilings, clock_for
+from rewy.backends.cuda.launch import Launch, recorded_by, recording
+from rewy.bench.clock import Clock, ceilings, clock_for, lead_for
 from rewy.problem import OPERATORS, Gate, Operands, Options, Problem, describe
 
+Marks = list[tuple[Any, Any]]
 
-def operands(operator: str, B: int, T: int, H: int, K: int, V: int) -> Operands:
+
+def operands(operator: str, B: int, T: int, H: int, K: int, V: int, device: torch.device) -> Operands:
     op = OPERATORS[operator]
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(B, T, H, *shape, device="cuda")
+        return torch.randn(B, T, H, *shape, device=device)
 
     def gate(kind: Gate, channels: int) -> Tensor:
         return randn(*[channels] * (kind is Gate.CHANNEL))
@@ -42,18 +49,61 @@ def operands(operator: str, B: int, T: int, H: int, K: int, V: int) -> Operands:
     return Operands(q, k, randn(V).bfloat16(), g, erase, write, initial_state=None)
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 11) -> float:
+class Marking:
+    """Runs the launches that it is given, a mark before and after each."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.marks: Marks = []
+
+    def append(self, launch: Launch) -> None:
+        start = self.clock.mark()
+        with recorded_by(None):
+            launch.run()
+        self.marks.append((start, self.clock.mark()))
+
+
+def of_launches(run: Callable[[], object], clock: Clock) -> list[float]:
+    """Milliseconds of every launch of a call, in their order."""
+
+    def marked() -> Marks:
+        marking = Marking(clock)
+        with recorded_by(marking):
+            run()
+        return marking.marks
+
+    return milliseconds(marked, clock)
+
+
+def of_call(run: Callable[[], object], clock: Clock) -> float:
+    """Milliseconds of a call as its users make it, replayed."""
+
+    def marked() -> Marks:
+        start = clock.mark()
+        run()
+        return [(start, clock.mark())]
+
+    return milliseconds(marked, clock)[0]
+
+
+def milliseconds(marked: Callable[[], Marks], clock: Clock, passes: int = 11) -> list[float]:
+    """Between each two marks that belong together; medians of passes behind a lead, so that no mark shows the host."""
+
+    def host_ms() -> float:
+        start = time.perf_counter()
+        marked()
+        return (time.perf_counter() - start) * 1e3
+
     for _ in range(2):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return median(times)
+        marked()
+    lead_ms = lead_for(clock, host_ms)
+    found = []
+    for _ in range(passes):
+        clock.wait()
+        clock.lead(lead_ms)
+        found.append(marked())
+    clock.wait()
+    return [median(clock.between(*pair) for pair in pairs) for pairs in zip(*found, strict=True)]
 
 
 # Products of matrices a chunk and head takes, in multiply-adds, from chunk rows C and channels K, V: those of the
@@ -103,21 +153,22 @@ def multiplied(launch: Launch, problem: Problem) -> int:
     return 2 * chunks * PRODUCTS[kind](C, K, V)
 
 
-def report(title: str, problem: Problem, run: Callable[[], object], limits: dict[str, float]) -> None:
+def report(
+    title: str, problem: Problem, run: Callable[[], object], limits: dict[str, float], clock: Clock
+) -> None:
     run()  # compiles
     print(f"\n| {title} | ms | GB | TB/s | of copy | GFLOP | TFLOP/s | of matmul |\n| --- |" + " ---: |" * 7)
     with recording() as launches:
         run()
+    names = [launch.name + " (far gates)" * bool(launch.args.get("FAR")) for launch in launches]
+    figures = [(moved(launch) / 1e9, multiplied(launch, problem) / 1e9) for launch in launches]
+    del launches  # and what they hold, which a call frees on its way
     rows: dict[str, list[float]] = {}
-    # In their order each finds its inputs computed by those before it.
-    for launch in launches:
-        name = launch.name + (" (far gates)" if launch.args.get("FAR") else "")
+    for name, ms, amounts in zip(names, of_launches(run, clock), figures, strict=True):
         row = rows.setdefault(name, [0.0, 0.0, 0.0])
-        for i, figure in enumerate(
-            (milliseconds(launch.run), moved(launch) / 1e9, multiplied(launch, problem) / 1e9)
-        ):
+        for i, figure in enumerate((ms, *amounts)):
             row[i] += figure
-    whole = [milliseconds(run), *(sum(row[i] for row in rows.values()) for i in (1, 2))]
+    whole = [of_call(run, clock), *(sum(row[i] for row in rows.values()) for i in (1, 2))]
     for name, (ms, gb, gflop) in (rows | {"whole call": whole}).items():
         copy, matmul = (
             gb / ms * 1e12 / limits["copy_bytes_per_s"],
@@ -148,13 +199,14 @@ def main() -> None:
     if reason is not None:
         parser.error(reason)
 
-    x = operands(args.operator, args.B, args.T, args.H, args.K, args.V)
+    clock = clock_for("cuda")
+    x = operands(args.operator, args.B, args.T, args.H, args.K, args.V, clock.device)
     problem = describe(x, Options(args.K**-0.5, args.chunk_size, True, args.algebra))
     o, _, kept = backend.forward(problem, x, training=True)
     do = torch.randn_like(o)
-    limits = ceilings(clock_for("cuda"), torch.bfloat16)
-    report("forward", problem, lambda: backend.forward(problem, x, training=True), limits)
-    report("backward", problem, lambda: backend.backward(problem, x, kept, do, None), limits)
+    limits = ceilings(clock, torch.bfloat16)
+    report("forward", problem, lambda: backend.forward(problem, x, training=True), limits, clock)
+    report("backward", problem, lambda: backend.backward(problem, x, kept, do, None), limits, clock)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ def recording() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def recorded_by(recorder: Recorder) -> Iterator[None]:
+def recorded_by(recorder: Recorder | None) -> Iterator[None]:
+    """Give the launches made inside to the recorder; without one they run."""
     token = _recorded.set(recorder)
     try:
         yield
