@@ -51,12 +51,12 @@ SPILLS = {
     "forward_pass": 80,
     "channel_chunks": 288,
     "row_chunks": 24,
-    "pair_scores": 752,
+    "pair_scores": 400,
     "score_gradients": 96,
     "key_gradients": 2344,
     "state_forward": 200,
     "state_reverse": 128,
-    "reverse_pass": 16,
+    "reverse_pass": 32,
     "wy_gradients": 592,
 }
 # What multiplies tiles on the tensor cores, newest first.

@@ -89,15 +89,62 @@ def dot_split(b_a, b_b, dtype: tl.constexpr):
 
 
 @triton.jit
-def joined(b_T, b_L, i, dtype: tl.constexpr, TF32: tl.constexpr, BT: tl.constexpr):
-    """Inverses of blocks of 2^(i+1) rows from those of 2^i rows in T."""
-    o_i = tl.arange(0, BT) >> i
-    m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i & 1 == 1)[:, None]
-    b_l = tl.where(m_l, b_L, 0.0)
-    if TF32:
-        b_T -= tl.dot(tl.dot(b_T, b_l, input_precision="tf32"), b_T, input_precision="tf32")
+def diagonal_blocks(b_L, before: tl.constexpr, BT: tl.constexpr):
+    """[BT/16,16,16]: of every 16 rows of L the columns `before` blocks left of the diagonal's, or zeros."""
+    o_t = tl.arange(0, BT) // 16
+    b_x = tl.where(o_t[:, None] == o_t[None, :] + before, b_L, 0.0)
+    return tl.sum(tl.reshape(b_x, [BT // 16, 16, BT // 16, 16]), 2)
+
+
+@triton.jit
+def halves(b_x):
+    """[N,n,n] of the even and of the odd blocks of x [2N,n,n]."""
+    N: tl.constexpr = b_x.shape[0] // 2
+    n: tl.constexpr = b_x.shape[1]
+    return tl.split(tl.permute(tl.reshape(b_x, [N, 2, n, n]), [0, 2, 3, 1]))
+
+
+@triton.jit
+def below(b_L):
+    """[n,n], the lower left quarter of L [2n,2n]."""
+    n: tl.constexpr = b_L.shape[0] // 2
+    left, _ = tl.split(tl.permute(tl.reshape(b_L, [2, n, 2, n]), [1, 3, 0, 2]))
+    _, lower = tl.split(left)
+    return lower
+
+
+@triton.jit
+def put_together(b_a, b_l, b_c):
+    """[[a, 0], [l, c]] of blocks [...,n,n]."""
+    b_x = tl.join(tl.join(b_a, b_l), tl.join(tl.zeros_like(b_a), b_c))
+    if len(b_a.shape) == 3:
+        b_x = tl.permute(b_x, [0, 3, 1, 4, 2])
+        b_x = tl.reshape(b_x, [b_a.shape[0], 2 * b_a.shape[1], 2 * b_a.shape[1]])
     else:
-        b_T -= dot_split(dot_split(b_T, b_l, dtype), b_T, dtype)
+        b_x = tl.reshape(tl.permute(b_x, [2, 0, 3, 1]), [2 * b_a.shape[0], 2 * b_a.shape[0]])
+    return b_x
+
+
+@triton.jit
+def between(b_a, b_l, b_c, dtype: tl.constexpr):
+    """What stands below a in the inverse of a block whose diagonal has the inverses a and c, with l below a."""
+    return -dot_split(b_c, dot_split(b_l, b_a, dtype), dtype)
+
+
+@triton.jit
+def inverses_of_blocks(b_L, dtype: tl.constexpr):
+    """(I + L)^-1 of strictly lower blocks L [N,16,16], from their blocks of 2 rows."""
+    o_t = tl.arange(0, 16)
+    m_2 = ((o_t // 2)[:, None] == (o_t // 2)[None, :])[None, :, :]
+    b_T = (o_t[:, None] == o_t[None, :])[None, :, :].to(tl.float32) - tl.where(m_2, b_L, 0.0)
+    for i in tl.static_range(1, 4):
+        o_i = o_t >> i
+        m_l = (o_i[:, None] == o_i[None, :] + 1) & (o_i & 1 == 1)[:, None]
+        b_l = tl.where(m_l[None, :, :], b_L, 0.0)
+        if dtype == tl.bfloat16:
+            b_T -= tl.dot(tl.dot(b_T, b_l, input_precision="tf32"), b_T, input_precision="tf32")
+        else:
+            b_T -= dot_split(dot_split(b_T, b_l, dtype), b_T, dtype)
     return b_T
 
 
@@ -106,21 +153,24 @@ def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
     """(I + L)^-1 of a strictly lower L: from blocks of 2 rows, joined pairwise up to BT.
 
     [[a, 0], [l, c]]^-1 = [[A, 0], [-C l A, C]] with A, C the inverses of a, c: no power of L is ever formed.
+    Blocks on the diagonal have up to 16 rows side by side, a warp each, and all products are of blocks.
     In bf16 blocks of up to 16 rows are joined in tf32, which adds a tenth to what rounding T leaves, and a third where
-    keys are much alike; fp16 has as many digits as tf32. In fp32 the loop stays one: unrolled, its products are 20 000
-    instructions, and half a minute to compile.
+    keys are much alike; fp16 has as many digits as tf32.
     """
-    o_t = tl.arange(0, BT)
-    m_2 = (o_t // 2)[:, None] == (o_t // 2)[None, :]
-    b_T = (o_t[:, None] == o_t[None, :]).to(tl.float32) - tl.where(m_2, b_L, 0.0)
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    if dtype == tl.float32:
-        for i in range(1, LEVELS):
-            b_T = joined(b_T, b_L, i, dtype, False, BT)
-    else:
-        for i in tl.static_range(1, LEVELS):
-            b_T = joined(b_T, b_L, i, dtype, i < 4 and dtype == tl.bfloat16, BT)
-    return b_T
+    b_d = diagonal_blocks(b_L, 0, BT)
+    if BT >= 32:
+        _, b_l16 = halves(diagonal_blocks(b_L, 1, BT))
+    if BT == 64:
+        b_l32 = below(b_L)
+    b_T = inverses_of_blocks(b_d, dtype)
+    if BT >= 32:
+        b_a, b_c = halves(b_T)
+        b_T = put_together(b_a, between(b_a, b_l16, b_c, dtype), b_c)
+    if BT == 64:
+        b_a, b_c = halves(b_T)
+        b_a, b_c = tl.reshape(b_a, [32, 32]), tl.reshape(b_c, [32, 32])
+        b_T = put_together(b_a, between(b_a, b_l32, b_c, dtype), b_c)
+    return tl.reshape(b_T, [BT, BT])
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -128,8 +128,7 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
     # Two M in shared memory where they fit, and what a product takes.
     chain = Tiles(K, 16, warps=8 if K > 64 else 4, stages=3 if limits.shared >= 8 * K * (K + 16) else 2)
     if limits.capability == HOPPER and not wide:
-        # With 168 registers three programs fit a multiprocessor.
-        pairs = replace(pairs, registers=168)
+        pairs = _pairs(problem, K)
         if 128 <= problem.V <= 256:
             keys = _plain_keys(problem, keys)
             # By channel a tile of values has two of U.
@@ -173,6 +172,13 @@ def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
     p = problem
     programs, span = p.HV * p.V // 64, chunk_count(p) // spans
     return 2 if _in_spans(p) and 2 * programs <= limits.processors and span >= 2 * 64 else 1
+
+
+def _pairs(problem: Problem, K: int) -> Tiles:
+    """With 168 registers three programs fit a multiprocessor; erasing by channel does without spills in two."""
+    if problem.operator.erase is Gate.CHANNEL:
+        return Tiles(min(K, 64), 0, warps=4, stages=1, registers=255)
+    return Tiles(32 if problem.operator.by_channel else min(K, 128), 0, warps=4, stages=1, registers=168)
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
