@@ -105,11 +105,11 @@ def take_away(tile, out, row, column, pred):
 
 @gluon.jit
 def last_decay(numbers, layout: gl.constexpr, BY_CHANNEL: gl.constexpr):
-    """e^Gl of a chunk: along the columns of the state, or one number, stored for 32 lanes."""
+    """e^Gl of a chunk: along the columns of the state, or one number, which every thread loads."""
     if BY_CHANNEL:
         b_e = by_column(numbers, layout)
-    else:
-        b_e = gl.max(numbers.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    else:  # of one number: a largest of more would go from lane to lane
+        b_e = gl.max(numbers.slice(0, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
     return b_e
 
 
@@ -239,10 +239,10 @@ def forward_chunks(
         hand_over(u_out, u_16)
         hand_over(u2_out, u2_16)
         hand_over(o_out, o_16)
-        fence_async_shared()
-        mbarrier.arrive(left)
         if DECAY:
             S = S * last_decay(e_s.index(slot), k_acc, BY_CHANNEL)
+        fence_async_shared()
+        mbarrier.arrive(left)
         if o_out is not None:
             b_r = warpgroup_mma_wait(1, (b_r,))
         else:
@@ -504,7 +504,8 @@ def receive_reverse(
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     do_16 = do_s.index(slot).permute((1, 0)).load(left)
     zeros = gl.zeros([do_16.shape[0], BT], gl.float32, layout)
-    b_do = warpgroup_mma(do_16, A_s.index(slot), zeros, use_acc=False, is_async=True)
+    do_left = do_s.index(slot).permute((1, 0))
+    b_do = warpgroup_mma(do_left, A_s.index(slot), zeros, use_acc=False, is_async=True)
     q_do = do_16
     if DECAY and not BY_CHANNEL:
         q_do = (do_16.to(gl.float32) * by_column(f_s.index(slot).slice(3 * BT, BT), left)).to(do_16.dtype)
@@ -548,24 +549,25 @@ def reverse_chunks(
         mbarrier.wait(gone, j & 1 ^ 1)
         hand_over(ds_out, dS_16)
         hand_over(dr_out, dr_16)
-        fence_async_shared()
-        mbarrier.arrive(left)
         if TWO:
             dS2_left = gl.convert_layout((dS - dS_16.to(gl.float32)).to(dtype), c_left, assert_trivial=True)
             b_du = warpgroup_mma(dS2_left, kt_s.index(slot).permute((1, 0)), b_du, is_async=True)
         if DECAY:
             dS = dS * last_decay(e_s.index(slot), k_acc, BY_CHANNEL)
-        dS = warpgroup_mma(
-            gl.convert_layout(q_do, k_left, assert_trivial=True), q_s.index(slot), dS, is_async=True
-        )
-        b_du = warpgroup_mma_wait(1, (b_du,))
+        fence_async_shared()
+        mbarrier.arrive(left)
+        b_du = warpgroup_mma_wait(0, (b_du,))
         if FACTORS:
             b_du = b_du * by_column(f_s.index(slot).slice(2 * BT, BT), c_acc) + b_do
         elif not BY_CHANNEL:
             b_du = b_du * unit + b_do
         du_left = gl.convert_layout(b_du.to(dtype), c_left, assert_trivial=True)
         b_dr = warpgroup_mma(du_left, T_s.index(slot), b_du, is_async=True)
-        b_dr, dS = warpgroup_mma_wait(0, (b_dr, dS))
+        # Nothing of the chain dS -> dU -> dR waits for it.
+        dS = warpgroup_mma(
+            gl.convert_layout(q_do, k_left, assert_trivial=True), q_s.index(slot), dS, is_async=True
+        )
+        b_dr = warpgroup_mma_wait(1, (b_dr,))
         if BY_CHANNEL:
             x_dr = gl.convert_layout((-b_dr).to(dtype), k_left, assert_trivial=True)
             mbarrier.wait(late.index(j % (STAGES - 1)), (j // (STAGES - 1)) & 1)
