@@ -43,10 +43,10 @@ TENSOR_MEMORY = 512  # columns, on sm_100
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Bytes a kernel may spill in 16 bits on Hopper, with Triton 3.6 and 3.7; others have been seen to spill 168 more.
 # `forward_pass`: addresses that only a sequence's last, partial chunk uses. `pair_scores`: by channel, for far-apart
-# gates and where K is no power of two. `channel_chunks`: between two tiles of values, where V is 256. `row_chunks`:
-# addresses that are used once a chunk, where heads are grouped. `key_gradients`, `wy_gradients`: by channel, for rare
-# chunks and for comparison. `state_forward`, `state_reverse`: by channel at K = 256, where narrower tiles read past
-# their end.
+# gates, chunks of 32 and where K is no power of two. `channel_chunks`: between two tiles of values, where V is 256.
+# `row_chunks`: addresses that are used once a chunk, where heads are grouped. `key_gradients`, `wy_gradients`: by
+# channel, for rare chunks and for comparison. `state_forward`, `state_reverse`: by channel at K = 256, where narrower
+# tiles read past their end.
 SPILLS = {
     "forward_pass": 80,
     "channel_chunks": 288,

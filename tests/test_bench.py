@@ -425,7 +425,9 @@ def test_results_from_before_there_were_leads_had_none(tmp_path: Path) -> None:
     said = "B was timed behind a lead (levels backward and autograd), A was not"
     assert said in tables.compare(then, there)
     assert "A was timed behind a lead" in tables.compare(there, then)
-    assert "lead" not in tables.compare(then, then) and "lead" not in tables.compare(there, there)
+    assert all("was timed behind" not in tables.compare(r, r) for r in (then, there))
+    assert tables.machine_note([then]).endswith(" Timed without a lead.")
+    assert tables.machine_note([there]).endswith(" Timed behind a lead.")
     with pytest.raises(ValueError, match=r"are of different runs: config: timing was"):
         results.join([old, new], tmp_path / "mixed" / FILE)
 

@@ -190,7 +190,7 @@ def load(path: Path) -> Results:
         raise ValueError(
             f"{path}: has schema version {header.get('schema')!r}; this version of rewy reads {SCHEMA}"
         )
-    header.get("config", {}).get("timing", {}).setdefault("lead", False)  # older files were measured without
+    header["config"]["timing"].setdefault("lead", False)  # older files were measured without
     for number, line in enumerate(lines[1:], 2):
         record = _record(path, number, line)
         try:

@@ -136,9 +136,17 @@ def machine_note(sets: Sequence[Results], level: str = "") -> str:
         lines.append(
             f"{h['machine']['device']}, {h['config']['dtype']}, {h['started'][:10]}, commit {h['commit']}; "
             f"{versions}. Made by `{h['command']}`; copy {digits(h['ceilings']['copy_bytes_per_s'] / 1e9)} GB/s, "
-            f"matmul {digits(h['ceilings']['matmul_flops_per_s'] / 1e12)} TFLOP/s."
+            f"matmul {digits(h['ceilings']['matmul_flops_per_s'] / 1e12)} TFLOP/s.{_how(results)}"
         )
     return "\n".join(lines)
+
+
+def _how(results: Results) -> str:
+    """Whether times of a device can show the host's."""
+    config = results.header["config"]
+    if config["device"] == "cpu" or config["levels"] == ["model"]:
+        return ""
+    return f" Timed {'behind' if config['timing']['lead'] else 'without'} a lead."
 
 
 def reasons(sets: Sequence[Results], level: str) -> str:
@@ -249,13 +257,12 @@ def compare(a: Results, b: Results) -> str:
             body.append([level, title, "**geometric mean**", contestant, "", "", mean])
     names = (f"A: {a.path.parent}", f"B: {b.path.parent}")
     parts = [f"{name}: {machine_note([r])}" for name, r in zip(names, (a, b), strict=True)]
-    configs = [r.header["config"] for r in (a, b)]
-    leads = [c["timing"]["lead"] and c["device"] != "cpu" for c in configs]
+    leads = [r.header["config"]["timing"]["lead"] and r.header["config"]["device"] != "cpu" for r in (a, b)]
     if leads[0] != leads[1]:
-        led, unled = "AB" if leads[0] else "BA"
+        led, alone = "AB" if leads[0] else "BA"
         parts.append(
-            f"{led} was timed behind a lead (levels backward and autograd), {unled} was not: where the host is slower "
-            f"than the device, {unled} shows the host."
+            f"{led} was timed behind a lead (levels backward and autograd), {alone} was not: where the host is "
+            f"slower than the device, {alone} shows the host."
         )
     head = ("level", "operator", "shape", "contestant", "A ms", "B ms", "A / B")
     parts.append(_table(head, body) if body else "Nothing was measured in both.")

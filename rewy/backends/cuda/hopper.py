@@ -241,6 +241,7 @@ def forward_chunks(
         hand_over(o_out, o_16)
         if DECAY:
             S = S * last_decay(e_s.index(slot), k_acc, BY_CHANNEL)
+        # Some instructions after the stores, or it would wait for them.
         fence_async_shared()
         mbarrier.arrive(left)
         if o_out is not None:
@@ -502,10 +503,10 @@ def receive_reverse(
         fence_async_shared()
         thread_barrier()
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    do_16 = do_s.index(slot).permute((1, 0)).load(left)
+    do_t = do_s.index(slot).permute((1, 0))
+    do_16 = do_t.load(left)
     zeros = gl.zeros([do_16.shape[0], BT], gl.float32, layout)
-    do_left = do_s.index(slot).permute((1, 0))
-    b_do = warpgroup_mma(do_left, A_s.index(slot), zeros, use_acc=False, is_async=True)
+    b_do = warpgroup_mma(do_t, A_s.index(slot), zeros, use_acc=False, is_async=True)
     q_do = do_16
     if DECAY and not BY_CHANNEL:
         q_do = (do_16.to(gl.float32) * by_column(f_s.index(slot).slice(3 * BT, BT), left)).to(do_16.dtype)
@@ -554,6 +555,7 @@ def reverse_chunks(
             b_du = warpgroup_mma(dS2_left, kt_s.index(slot).permute((1, 0)), b_du, is_async=True)
         if DECAY:
             dS = dS * last_decay(e_s.index(slot), k_acc, BY_CHANNEL)
+        # Some instructions after the stores, or it would wait for them.
         fence_async_shared()
         mbarrier.arrive(left)
         b_du = warpgroup_mma_wait(0, (b_du,))

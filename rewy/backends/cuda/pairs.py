@@ -90,7 +90,10 @@ def dot_split(b_a, b_b, dtype: tl.constexpr):
 
 @triton.jit
 def diagonal_blocks(b_L, before: tl.constexpr, BT: tl.constexpr):
-    """[BT/16,16,16]: of every 16 rows of L the columns `before` blocks left of the diagonal's, or zeros."""
+    """[BT/16,16,16]: the blocks of L that stand `before` blocks left of the diagonal; zeros where there are none.
+
+    No product is of less than 16.
+    """
     o_t = tl.arange(0, BT) // 16
     b_x = tl.where(o_t[:, None] == o_t[None, :] + before, b_L, 0.0)
     return tl.sum(tl.reshape(b_x, [BT // 16, 16, BT // 16, 16]), 2)
@@ -153,7 +156,8 @@ def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
     """(I + L)^-1 of a strictly lower L: from blocks of 2 rows, joined pairwise up to BT.
 
     [[a, 0], [l, c]]^-1 = [[A, 0], [-C l A, C]] with A, C the inverses of a, c: no power of L is ever formed.
-    Blocks on the diagonal have up to 16 rows side by side, a warp each, and all products are of blocks.
+    Up to 16 rows, the blocks on the diagonal are inverted side by side (in 16 bits and chunks of 64 a warp each); no
+    product is of more than a block.
     In bf16 blocks of up to 16 rows are joined in tf32, which adds a tenth to what rounding T leaves, and a third where
     keys are much alike; fp16 has as many digits as tf32.
     """

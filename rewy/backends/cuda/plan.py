@@ -175,7 +175,9 @@ def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
 
 
 def _pairs(problem: Problem, K: int) -> Tiles:
-    """None spills at K = 128: three programs on a multiprocessor with 168 registers, or two.
+    """168 registers for three programs on a multiprocessor, or as many as two have.
+
+    At K = 128 and chunks of 64 nothing is spilled then but for far-apart gates.
 
     By channel products of bf16 are in tf32, so that 32 channels are as wide as 64 elsewhere.
     """
@@ -261,7 +263,7 @@ def _on_hopper(plan: Plan, problem: Problem, limits: Limits) -> Plan:
 def padded(problem: Problem) -> tuple[int, int]:
     """K and V as the kernels see them: powers of two, of which tiles are parts.
 
-    In 16 bits they are at least 64. Triton 3.6 miscompiles tiles of 32 channels for Hopper's matrix unit (wrong
+    In 16 bits they are at least 64. Triton 3.6 miscompiles such tiles of 32 channels for Hopper's matrix unit (wrong
     values, reads past shared memory), so narrow heads are masked rather than tiled narrowly.
     """
     least = 16 if problem.dtype is torch.float32 else 64
