@@ -108,9 +108,8 @@ def milliseconds(marked: Callable[[], Marks], clock: Clock, passes: int = 11) ->
 # Products of matrices a chunk and head takes, in multiply-adds, from chunk rows C and channels K, V: those of the
 # formulas, so that what a kernel computes twice or in several digits counts once.
 PRODUCTS: dict[str, Callable[[int, int, int], int]] = {
-    "pair_scores": lambda C, K, V: (
-        2 * C * C * K + C * (C * C - 1) // 3
-    ),  # A and L; blocks joined, from rows up
+    # A and L; then blocks of the inverse joined, from single rows up
+    "pair_scores": lambda C, K, V: 2 * C * C * K + C * (C * C - 1) // 3,
     "states": lambda C, K, V: 2 * C * K * V + C * C * V,
     "outputs": lambda C, K, V: 3 * C * K * V + 2 * C * C * V,
     "reverse": lambda C, K, V: 3 * C * K * V + 2 * C * C * V,

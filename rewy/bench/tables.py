@@ -131,22 +131,23 @@ def machine_note(sets: Sequence[Results], level: str = "") -> str:
     """Where the figures come from, in a line a set."""
     lines = []
     for results in sets:
-        h = results.header
+        h, lead = results.header, _lead(results)
+        timed = "" if lead is None else f" Timed {'behind' if lead else 'without'} a lead."
         versions = ", ".join(f"{name} {version}" for name, version in h["versions"].items())
         lines.append(
             f"{h['machine']['device']}, {h['config']['dtype']}, {h['started'][:10]}, commit {h['commit']}; "
             f"{versions}. Made by `{h['command']}`; copy {digits(h['ceilings']['copy_bytes_per_s'] / 1e9)} GB/s, "
-            f"matmul {digits(h['ceilings']['matmul_flops_per_s'] / 1e12)} TFLOP/s.{_how(results)}"
+            f"matmul {digits(h['ceilings']['matmul_flops_per_s'] / 1e12)} TFLOP/s.{timed}"
         )
     return "\n".join(lines)
 
 
-def _how(results: Results) -> str:
-    """Whether times of a device can show the host's."""
+def _lead(results: Results) -> bool | None:
+    """Whether samples had a lead; None where none could have one."""
     config = results.header["config"]
     if config["device"] == "cpu" or config["levels"] == ["model"]:
-        return ""
-    return f" Timed {'behind' if config['timing']['lead'] else 'without'} a lead."
+        return None
+    return bool(config["timing"]["lead"])
 
 
 def reasons(sets: Sequence[Results], level: str) -> str:
@@ -257,9 +258,8 @@ def compare(a: Results, b: Results) -> str:
             body.append([level, title, "**geometric mean**", contestant, "", "", mean])
     names = (f"A: {a.path.parent}", f"B: {b.path.parent}")
     parts = [f"{name}: {machine_note([r])}" for name, r in zip(names, (a, b), strict=True)]
-    leads = [r.header["config"]["timing"]["lead"] and r.header["config"]["device"] != "cpu" for r in (a, b)]
-    if leads[0] != leads[1]:
-        led, alone = "AB" if leads[0] else "BA"
+    if bool(_lead(a)) != bool(_lead(b)):
+        led, alone = "AB" if _lead(a) else "BA"
         parts.append(
             f"{led} was timed behind a lead (levels backward and autograd), {alone} was not: where the host is "
             f"slower than the device, {alone} shows the host."

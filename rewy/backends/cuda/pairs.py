@@ -118,14 +118,9 @@ def below(b_L):
 
 @triton.jit
 def put_together(b_a, b_l, b_c):
-    """[[a, 0], [l, c]] of blocks [...,n,n]."""
+    """[[a, 0], [l, c]] of blocks [N,n,n]."""
     b_x = tl.join(tl.join(b_a, b_l), tl.join(tl.zeros_like(b_a), b_c))
-    if len(b_a.shape) == 3:
-        b_x = tl.permute(b_x, [0, 3, 1, 4, 2])
-        b_x = tl.reshape(b_x, [b_a.shape[0], 2 * b_a.shape[1], 2 * b_a.shape[1]])
-    else:
-        b_x = tl.reshape(tl.permute(b_x, [2, 0, 3, 1]), [2 * b_a.shape[0], 2 * b_a.shape[0]])
-    return b_x
+    return tl.reshape(tl.permute(b_x, [0, 3, 1, 4, 2]), [b_a.shape[0], 2 * b_a.shape[1], 2 * b_a.shape[1]])
 
 
 @triton.jit
@@ -172,8 +167,9 @@ def unit_lower_inverse(b_L, dtype: tl.constexpr, BT: tl.constexpr):
         b_T = put_together(b_a, between(b_a, b_l16, b_c, dtype), b_c)
     if BT == 64:
         b_a, b_c = halves(b_T)
-        b_a, b_c = tl.reshape(b_a, [32, 32]), tl.reshape(b_c, [32, 32])
-        b_T = put_together(b_a, between(b_a, b_l32, b_c, dtype), b_c)
+        # Of one block products are shared by all warps where it has no batch.
+        b_l = between(tl.reshape(b_a, [32, 32]), b_l32, tl.reshape(b_c, [32, 32]), dtype)
+        b_T = put_together(b_a, tl.reshape(b_l, [1, 32, 32]), b_c)
     return tl.reshape(b_T, [BT, BT])
 
 

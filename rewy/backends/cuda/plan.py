@@ -128,7 +128,7 @@ def _chosen(problem: Problem, limits: Limits) -> Plan:
     # Two M in shared memory where they fit, and what a product takes.
     chain = Tiles(K, 16, warps=8 if K > 64 else 4, stages=3 if limits.shared >= 8 * K * (K + 16) else 2)
     if limits.capability == HOPPER and not wide:
-        pairs = _pairs(problem, K)
+        pairs = _pairs(problem, K, pairs)
         if 128 <= problem.V <= 256:
             keys = _plain_keys(problem, keys)
             # By channel a tile of values has two of U.
@@ -174,19 +174,18 @@ def _stretches(problem: Problem, spans: int, limits: Limits) -> int:
     return 2 if _in_spans(p) and 2 * programs <= limits.processors and span >= 2 * 64 else 1
 
 
-def _pairs(problem: Problem, K: int) -> Tiles:
+def _pairs(problem: Problem, K: int, pairs: Tiles) -> Tiles:
     """168 registers for three programs on a multiprocessor, or as many as two have.
 
-    At K = 128 and chunks of 64 nothing is spilled then but for far-apart gates.
-
-    By channel products of bf16 are in tf32, so that 32 channels are as wide as 64 elsewhere.
+    At K = 128 and chunks of 64 nothing is spilled then but for far-apart gates. By channel products of bf16 are in
+    tf32, so that 32 channels are as wide as 64 elsewhere.
     """
     op = problem.operator
     if not op.by_channel:
-        return Tiles(min(K, 128), 0, warps=4, stages=1, registers=168)
+        return replace(pairs, BK=min(K, 128), registers=168)
     if op.erase is Gate.CHANNEL or problem.dtype is torch.float16:
-        return Tiles(min(K, 64), 0, warps=4, stages=1, registers=255)
-    return Tiles(32, 0, warps=4, stages=1, registers=168)
+        return replace(pairs, registers=255)
+    return replace(pairs, BK=32, registers=168)
 
 
 def _plain_keys(problem: Problem, keys: Tiles) -> Tiles:
